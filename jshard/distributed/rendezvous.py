@@ -7,16 +7,15 @@ until JAX listens there. Their connections stay until the heartbeats have begun:
 that closes before that tells at once that its process has ended.
 """
 
-import asyncio
-import concurrent.futures
 import contextlib
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any, NoReturn
 
 from jshard.distributed.cluster import Cluster
@@ -53,7 +52,10 @@ def gathered(cluster: Cluster, listener: socket.socket | None) -> Iterator[None]
     joined = threading.Event()
     if cluster.process_id == 0:
         assert listener is not None
-        _Meeting(listener, cluster.num_processes, joined).gathered.result()
+        with listener:
+            others = _Meeting(listener, cluster.num_processes).gather()
+        _send(others.values(), code=None)
+        _watch(_watch_others, others, joined)
         yield
         joined.set()
     else:
@@ -62,125 +64,119 @@ def gathered(cluster: Cluster, listener: socket.socket | None) -> Iterator[None]
             lines = undo.enter_context(connection.makefile("rb"))
             _wait(connection, lines, cluster.process_id)
             undo.pop_all()
-        watched = (connection, lines, cluster.process_id, joined)
-        threading.Thread(target=_watch_first, args=watched, daemon=True).start()
+        _watch(_watch_first, connection, lines, cluster.process_id, joined)
         yield
         joined.set()
         with contextlib.suppress(OSError):  # process 0 may have ended meanwhile
             connection.sendall(JOINED)
 
 
+def _watch(target: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=target, args=args, daemon=True).start()
+
+
 # In process 0.
 
 
 class _Meeting:
-    """The other processes as they come and, until this one has joined, as they end.
-
-    They are waited for in a thread.
+    """The other processes, as they come.
 
     Args:
-      listener: What they connect to; closed when all are there.
+      listener: What they connect to.
       count: How many processes the job has, this one included.
-      joined: Set when this process has joined.
-
-    Attributes:
-      gathered: Done when all are there; its exception, a UserError or RunFailed, says
-        why they will never be.
     """
 
-    def __init__(self, listener: socket.socket, count: int, joined: threading.Event):
-        self.gathered: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._count, self._joined = count, joined
-        self._found: dict[int, asyncio.StreamWriter] = {}  # by rank
-        self._strangers: set[asyncio.StreamWriter] = set()  # without a rank yet
-        self._error: UserError | RunFailed | None = None
-        self._decided, self._left = asyncio.Event(), asyncio.Event()
-        run = [self._run(listener)]
-        threading.Thread(target=asyncio.run, args=run, daemon=True).start()
+    def __init__(self, listener: socket.socket, count: int):
+        self._listener, self._count = listener, count
+        self._found: dict[int, socket.socket] = {}  # by rank
+        self._texts: dict[socket.socket, bytes] = {}  # of those without a rank yet
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
 
-    async def _run(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._meet, sock=listener, limit=LONGEST)
-        try:
-            await asyncio.wait_for(self._decided.wait(), PATIENCE)
-        except TimeoutError:
-            who = format_processes({*range(1, self._count)} - {*self._found})
-            self._refuse(RunFailed(f"{who} did not start in {PATIENCE:g} s"))
-        server.close()
-        for stranger in self._strangers:
+    def gather(self) -> dict[int, socket.socket]:
+        """Returns the connections of the other processes, by rank, once all are there.
+
+        Raises:
+          UserError: One was started with another number of processes, or has the rank
+            of another.
+          RunFailed: One has ended, or not come in time.
+        """
+        deadline = time.monotonic() + PATIENCE
+        with self._selector:
+            while len(self._found) < self._count - 1:
+                ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    missing = set(range(1, self._count)) - set(self._found)
+                    who = format_processes(missing)
+                    self._refuse(RunFailed(f"{who} did not start in {PATIENCE:g} s"))
+                for key, _ in ready:
+                    if key.fileobj is self._listener:
+                        connection, _ = self._listener.accept()
+                        self._selector.register(connection, selectors.EVENT_READ)
+                        self._texts[connection] = b""
+                    elif key.data is not None:  # it says nothing more
+                        who = format_processes([key.data])
+                        self._refuse(RunFailed(f"{who} {_ENDED}"))
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._hear(key.fileobj)
+        for stranger in self._texts:
             stranger.close()
-        if self._error is not None:
-            self.gathered.set_exception(self._error)
-            return
-        for other in self._found.values():
-            other.write(_message(code=None))
-        self.gathered.set_result(None)
-        await self._left.wait()
+        return self._found
 
-    async def _meet(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Serves a connection until its end, or that of the meeting."""
-        with contextlib.suppress(asyncio.CancelledError):  # a server would log it
-            try:
-                await self._hear(reader, writer)
-            finally:
-                writer.close()
-                with contextlib.suppress(OSError):
-                    await writer.wait_closed()
-
-    async def _hear(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Hears who has connected, and waits until it has joined."""
-        self._strangers.add(writer)
-        try:
-            told = _read(await reader.readline())
-        except (OSError, ValueError):  # ended, or a longer line
-            told = {}
+    def _hear(self, connection: socket.socket) -> None:
+        """Reads a connection's first line, which says whose it is."""
+        data = _receive(connection)
+        text = self._texts[connection] + data
+        self._texts[connection] = text
+        if data and not text.endswith(b"\n") and len(text) < LONGEST:
+            return  # more comes
+        told = _read(text)
         index, size = told.get("process"), told.get("processes")
-        if not isinstance(index, int) or not isinstance(size, int):
-            self._strangers.discard(writer)
+        if not isinstance(index, int) or not isinstance(size, int):  # a stranger
+            self._selector.unregister(connection)
+            self._texts.pop(connection)
+            connection.close()
             return
-        writer.write(WELCOME)
+        with contextlib.suppress(OSError):  # it has ended, which is heard next
+            connection.sendall(WELCOME)
         if size != self._count:
             why = (
                 f"process {index} was started with --num_processes={size}, and process "
                 f"0 with --num_processes={self._count}: give all the same"
             )
-            return self._refuse(UserError(why), index)
+            self._refuse(UserError(why), index)
         if index in self._found or not 0 < index < self._count:
             why = f"several processes were started with --process_id={index}"
-            return self._refuse(UserError(why), index)
-        self._strangers.discard(writer)
-        self._found[index] = writer
-        if len(self._found) == self._count - 1:
-            self._decided.set()
-        try:
-            has_joined = await reader.readline() == JOINED
-        except OSError:
-            has_joined = False
-        del self._found[index]
-        if not has_joined and not self._joined.is_set():
-            self._lose(f"{format_processes([index])} {_ENDED}")
-        if not self._found:
-            self._left.set()
+            self._refuse(UserError(why), index)
+        self._texts.pop(connection)
+        self._found[index] = connection
+        self._selector.modify(connection, selectors.EVENT_READ, index)
 
-    def _lose(self, why: str) -> None:
-        """Ends the job, because a process has ended."""
-        if not self.gathered.done():
-            return self._refuse(RunFailed(why))
-        print_line(f"error: {why}")
-        for other in self._found.values():
-            other.write(_message(code=1, culprit=0))
-        _end(1)
-
-    def _refuse(self, error: UserError | RunFailed, culprit: int = 0) -> None:
+    def _refuse(self, error: UserError | RunFailed, culprit: int = 0) -> NoReturn:
         """Ends all processes; `culprit` reports why, too."""
         code = 2 if isinstance(error, UserError) else 1
-        for writer in (*self._found.values(), *self._strangers):
-            writer.write(_message(code=code, culprit=culprit, why=str(error)))
-        self._error = error
-        self._decided.set()
+        connections = [*self._found.values(), *self._texts]
+        _send(connections, code=code, culprit=culprit, why=str(error))
+        for connection in connections:
+            connection.close()
+        raise error
+
+
+def _watch_others(others: dict[int, socket.socket], joined: threading.Event) -> None:
+    """Ends the job if a process ends before it has joined."""
+    with selectors.DefaultSelector() as selector:
+        for index, connection in others.items():
+            selector.register(connection, selectors.EVENT_READ, index)
+        while others:
+            for key, _ in selector.select():
+                connection = others.pop(key.data)
+                if not _receive(connection) and not joined.is_set():
+                    print_line(f"error: {format_processes([key.data])} {_ENDED}")
+                    _send(others.values(), code=1, culprit=0)
+                    _end(1)
+                selector.unregister(connection)
+                connection.close()
 
 
 # In the others.
@@ -198,7 +194,7 @@ def _meet(cluster: Cluster) -> socket.socket:
             connection = socket.create_connection(address, ANSWER)
             with contextlib.ExitStack() as undo:
                 undo.enter_context(connection)
-                connection.sendall(_message(**me))
+                _send([connection], **me)
                 # Another program's answer is none, as that of a job that has begun.
                 if connection.recv(len(WELCOME)) == WELCOME:
                     undo.pop_all()
@@ -241,8 +237,18 @@ def _watch_first(
 # Messages: JSON, a line each.
 
 
-def _message(**values: Any) -> bytes:
-    return json.dumps(values).encode() + b"\n"
+def _send(connections: Iterable[socket.socket], **values: Any) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):  # it has ended
+            connection.sendall(json.dumps(values).encode() + b"\n")
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """Returns what has come; nothing if the other side has ended."""
+    try:
+        return connection.recv(LONGEST)
+    except OSError:
+        return b""
 
 
 def _read_line(lines: IO[bytes]) -> dict[str, Any]:
