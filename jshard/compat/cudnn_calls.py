@@ -2,11 +2,12 @@
 
 Flash attention over packed documents: ``jax._src.cudnn`` has had it since JAX 0.5
 (jax-ml/jax#25812). If it breaks, attention with ``segment_ids_BT`` and ``max_segments``
-cannot be traced for GPUs; all other attention is not affected.
+cannot be traced for GPUs; all other attention is not affected. Tested with JAX 0.10.2,
+0.11.2 and 0.12.0.1.
 
 Products with block scales: XLA makes cuDNN's of a custom call
 (``block_scaling_rewriter.cc``). If it breaks, steps with ``products="mxfp8"`` cannot be
-compiled for GPUs. Both were tested with JAX 0.10.2, 0.11.2 and 0.12.0.1.
+compiled for GPUs. Tested with JAX 0.10.2 and 0.12.0.1.
 """
 
 from collections.abc import Callable
@@ -57,14 +58,14 @@ def packed_attention(
     return attended
 
 
-def block_scaled_primitive(name: str, elsewhere: Callable[..., jax.Array]) -> Primitive:
-    """Makes the primitive of ``lhs @ rhs.T`` with a scale for each block of a row.
+def block_scaled_primitive(elsewhere: Callable[..., jax.Array]) -> Primitive:
+    """Makes "block_scaled_dot": ``lhs @ rhs.T``, with a scale for each block of a row.
 
     Its operands are two matrices, each as float8 values (rows, depth) and uint8
     exponents (rows, blocks); ``dtype`` is that of the result. On NVIDIA's GPUs it is
     cuDNN's product, and what ``elsewhere`` computes on other devices.
     """
-    primitive = Primitive(name)
+    primitive = Primitive("block_scaled_dot")
 
     @primitive.def_impl
     def run(*operands: jax.Array, dtype: Any) -> jax.Array:

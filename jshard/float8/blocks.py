@@ -136,7 +136,7 @@ def _emulated(*operands: jax.Array, dtype: Any) -> jax.Array:
     return lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())))
 
 
-_dot = block_scaled_primitive("block_scaled_dot", _emulated)
+_dot = block_scaled_primitive(_emulated)
 
 
 def block_scaled_dot(lhs: Rows, rhs: Rows, dtype: Any) -> jax.Array:

@@ -85,10 +85,11 @@ def _check_gpu(kind: str, device: Any) -> None:
     # An absent GPU is compiled for on the CPU.
     if kind == MXFP8 and jax.default_backend() == "gpu":
         if (found := cudnn_version()) < _CUDNN:
+            here = f"this is {found[0]}.{found[1]}" if any(found) else "there is none"
             raise UserError(
                 f"precision.products={kind!r} needs cuDNN {_CUDNN[0]}.{_CUDNN[1]} or "
-                f"newer; this is {found[0]}.{found[1]}: update it (pip install -U "
-                "nvidia-cudnn-cu12), or use products='float8'"
+                f"newer; {here}: pip install -U nvidia-cudnn-cu12 (or -cu13), or use "
+                "products='float8'"
             )
 
 

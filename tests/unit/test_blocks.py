@@ -309,6 +309,9 @@ def test_a_cudnn_that_has_no_such_products_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(checks, "cudnn_version", lambda: (9, 8))
     with pytest.raises(jshard.UserError, match=r"cuDNN 9\.10 or newer; this is 9\.8"):
         checks.check_precisions(policy, mesh)
+    monkeypatch.setattr(checks, "cudnn_version", lambda: (0, 0))
+    with pytest.raises(jshard.UserError, match="or newer; there is none"):
+        checks.check_precisions(policy, mesh)
 
 
 def test_blocks_do_not_go_with_all_parameters_on_the_host():
