@@ -20,7 +20,7 @@ def of_weights(jaxpr: core.Jaxpr) -> dict[Any, Any]:
 
     They are matrices, and sum over all but the last dimension of both operands.
     """
-    read = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+    read: list[Any] = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
     read = [v for v in read if not isinstance(v, core.Literal)]
     made_by: dict[Any, Any] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     found: dict[Any, Any] = {}
