@@ -1,16 +1,20 @@
-"""A GPT trained on two CPU devices by jshard, GSPMD and PyTorch's FSDP2, in turns.
+"""A GPT or a ViT trained on CPU devices by jshard, GSPMD and PyTorch's FSDP2, in turns.
 
     python benchmarks/cpu_peers.py
 
-Needs PyTorch beside jshard. All train the same GPT of 19 million parameters in float32
-from the same initial values on the same batch: jshard and GSPMD in one process with two
-virtual devices, FSDP2 in two processes of one thread each, which gloo joins. Each is
-compiled and warmed up once, then they take turns. GSPMD's collectives have no enforced
-order on CPUs: where it hangs, its row says so.
+Needs PyTorch beside jshard. All train the same model in float32 from the same initial
+values on the same batch: jshard and GSPMD in a process each, with virtual devices,
+FSDP2 in as many processes, which gloo joins and which share the cores. Each is compiled
+and warmed up once, then they take turns. GSPMD's collectives have no enforced order on
+CPUs: where it hangs, its row says so. Its step is for language models alone.
+
+Memory is the most of a turn, of all processes of a system, without the files that they
+map. Linux only.
 """
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import sys
@@ -32,35 +36,51 @@ from kit.peers import Ask, jax_words, started, take_turns, torch_words
 from kit.results import Values
 
 LIMIT = 300  # seconds, to compile and warm up
-DEVICES = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Recipe and its changes: 20.1 million parameters and 2,048 tokens a step; 10.7 million
+# and 4,160 patches.
+MODELS: dict[str, tuple[str, Values]] = {
+    "gpt": (
+        "gpt.py",
+        {
+            "model.num_layers": 6,
+            "model.num_heads": 8,
+            "model.width": 512,
+            "model.sequence_length": 256,
+            "batch_size": 8,
+            "optimizer.learning_rate": 1e-3,
+        },
+    ),
+    "vit": (
+        "digits.py:vit",
+        {
+            "model.patch_size": 1,
+            "model.num_layers": 6,
+            "model.num_heads": 6,
+            "model.width": 384,
+            "model.hidden_width": 1536,
+            "batch_size": 64,
+            "policy.ema_decay": None,
+        },
+    ),
+}
 NAMES = {"jshard": "jshard", "gspmd": "GSPMD, plain JAX", "torch": "PyTorch FSDP2"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
+    parser.add_argument("--model", default="gpt", choices=MODELS)
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--remat", default="none", choices=("none", "dots", "full"))
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="of a turn")
     options = parser.parse_args()
-    changes = {
-        "model.num_layers": options.layers,
-        "model.num_heads": 8,
-        "model.width": options.width,
-        "model.sequence_length": options.length,
-        "batch_size": options.batch,
-        "policy.remat": options.remat,
-        "optimizer.learning_rate": 1e-3,
-    }
-    job = Job("cpu", "gpt.py", changes)
+    recipe, changes = MODELS[options.model]
+    job = Job("cpu", recipe, changes | {"policy.remat": options.remat})
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        workers = start_all(stack, job, Path(folder) / "initial.npz", options.backend)
+        initial = Path(folder) / "initial.npz"
+        workers = start_all(stack, job, initial, options.backend, options.devices)
         ready: dict[str, Values] = {}
         for name, ask in workers.items():
             ready[name] = ask(None, LIMIT)
@@ -69,12 +89,14 @@ def main() -> None:
         if "jshard" not in going:
             sys.exit(ready["jshard"]["error"])
         turns = take_turns(going, options.steps, options.rounds)
-    print(f"jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, {json.dumps(changes)}")
-    print(table({name: [ready[name], *turns.get(name, [])] for name in workers}))
+        ends = {name: ask("end", LIMIT) for name, ask in going.items()}
+    print(f"jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, {vars(options)}")
+    answers = {name: [ready[name], *turns.get(name, [])] for name in workers}
+    print(table(answers, {name: end.get("host_bytes") for name, end in ends.items()}))
 
 
 def start_all(
-    stack: ExitStack, job: Job, initial: Path, backend: str
+    stack: ExitStack, job: Job, initial: Path, backend: str, devices: int
 ) -> dict[str, Ask]:
     """Starts the systems, from initial values that go through the file."""
     with open_recipe(find_recipe(job.recipe)) as recipe:
@@ -91,32 +113,45 @@ def start_all(
     def start(words: list[str], variables: dict[str, str]) -> Ask:
         return stack.enter_context(started(words, **variables))
 
-    workers = {x: start(jax_words(x, job), DEVICES) for x in ("jshard", "gspmd")}
+    virtual = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    systems = ("jshard", "gspmd") if job.recipe == "gpt.py" else ("jshard",)
+    workers = {system: start(jax_words(system, job), virtual) for system in systems}
     words = torch_words(
         config, gpu=False, memory_share=None, backend=backend, compute="float32",
         reduce="float32", initial=str(initial),
     )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(words, ONE_THREAD | group | {"RANK": str(i)}) for i in range(2)]
+    threads = str(max(1, (os.cpu_count() or 1) // devices))
+    group = {"WORLD_SIZE": str(devices), "MASTER_ADDR": "127.0.0.1"}
+    group |= {"MASTER_PORT": port, "OMP_NUM_THREADS": threads}
+    ranks = [start(words, group | {"RANK": str(i)}) for i in range(devices)]
     return workers | {"torch": together(ranks)}
 
 
 def together(ranks: list[Ask]) -> Ask:
-    """Asks all processes of a job at once; process 0 answers, or one that failed."""
+    """Asks all processes of a job at once; process 0 answers, or one that failed.
+
+    The memory is that of all.
+    """
 
     def ask(line: str | None, seconds: float) -> Values:
         with ThreadPoolExecutor(len(ranks)) as pool:
             answers = list(pool.map(lambda rank: rank(line, seconds), ranks))
-        return next((x for x in answers if "error" in x), answers[0])
+        answer = next((x for x in answers if "error" in x), answers[0])
+        if "host_bytes" in answer:
+            return answer | {"host_bytes": sum(x["host_bytes"] for x in answers)}
+        return answer
 
     return ask
 
 
-def table(answers: dict[str, list[Values]]) -> str:
-    """Of each system's answers: the warm-up's, then those of its turns."""
-    lines = ["| | s a step | least to most | x jshard | losses |", "|---" * 5 + "|"]
+def table(answers: dict[str, list[Values]], memory: dict[str, int | None]) -> str:
+    """Of each system's answers: the warm-up's, then those of its turns; and bytes."""
+    lines = [
+        "| | s a step | least to most | x jshard | MiB | losses |",
+        "|---" * 6 + "|",
+    ]
     ours = means(answers["jshard"])
     for system, found in answers.items():
         cells = [NAMES[system]]
@@ -131,6 +166,7 @@ def table(answers: dict[str, list[Values]]) -> str:
                 f"{statistics.median(seconds):.2f}",
                 f"{min(seconds):.2f} to {max(seconds):.2f}",
                 f"{statistics.median(ratios):.2f}" if ratios else "",
+                f"{size / 2**20:,.0f}" if (size := memory.get(system)) else "",
                 " ".join(f"{loss:.4f}" for loss in losses[:5]),
             ]
         lines.append(f"| {' | '.join(cells)} |")

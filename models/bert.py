@@ -139,8 +139,9 @@ class Block(nnx.Module):
         return self.norm2(x_BTD + self.dropout(y_BTD))
 
     def _mlp(self, x_BTD: jax.Array) -> jax.Array:
-        h_BTF = self.activation(checkpoint_name(self.up(x_BTD), "hidden"))
-        return self.down(h_BTF)
+        h_BTF = checkpoint_name(self.up(x_BTD), "hidden")
+        # Its derivative is computed again: that is cheaper than to store and read it.
+        return self.down(jax.checkpoint(self.activation)(h_BTF))
 
 
 class Head(nnx.Module):

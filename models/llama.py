@@ -111,7 +111,9 @@ class Block(nnx.Module):
         if self.fused:
             hidden = jnp.split(hidden[0], 2, axis=-1)
         gate_BTF, up_BTF = (checkpoint_name(x, "hidden") for x in hidden)
-        return down(self.activation(gate_BTF) * up_BTF)
+        # Derivatives are computed again: that is cheaper than to store and read them.
+        gated = jax.checkpoint(lambda gate, up: self.activation(gate) * up)
+        return down(gated(gate_BTF, up_BTF))
 
 
 class Llama(Decoder):

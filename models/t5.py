@@ -54,6 +54,11 @@ class Encoded(NamedTuple):
     x_BSD: jax.Array
 
 
+@jax.checkpoint
+def _gelu_times(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate_BTF, approximate=True) * up_BTF
+
+
 def _norm(config: T5Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return rms_norm(config, config.width, rngs, epsilon=config.norm_eps, offset=False)
 
@@ -75,7 +80,8 @@ class MLP(nnx.Module):
         if not self.gated:
             return self.down(jax.nn.relu(up_BTF))
         gate_BTF = checkpoint_name(self.gate(x_BTD), "hidden")
-        return self.down(jax.nn.gelu(gate_BTF, approximate=True) * up_BTF)
+        # Derivatives are computed again: that is cheaper than to store and read them.
+        return self.down(_gelu_times(gate_BTF, up_BTF))
 
 
 class EncoderBlock(nnx.Module):

@@ -66,6 +66,8 @@ class ViTConfig:
         check_heads(self)
 
 
+# The backward computes its derivative from its input again, rather than keep it.
+_gelu = jax.checkpoint(functools.partial(jax.nn.gelu, approximate=False))
 _linear = functools.partial(linear, init=nnx.initializers.xavier_uniform())
 
 
@@ -113,7 +115,7 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the stream after this block."""
         x_BTD = x_BTD + self.dropout(self.attention(self.norm1(x_BTD)))
-        hidden = nnx.gelu(self.up(self.norm2(x_BTD)), approximate=False)
+        hidden = _gelu(self.up(self.norm2(x_BTD)))
         return x_BTD + self.dropout(self.down(hidden))
 
 

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import compiling
 import gspmd
+from jshard.cli.platform import choose_platform
 from jshard.config.run_config import Config
 from jshard.fsdp.mesh import BATCH
 from jshard.plan import tracing_for
@@ -52,6 +52,8 @@ def main() -> None:
     """Trains as it is told."""
     answer = open_answers()
     system, text = sys.argv[1:]
+    if system == "jshard":
+        choose_platform()
     job = Job(**json.loads(text))
     with open_recipe(find_recipe(job.recipe)) as recipe:
         config = job.config(recipe)
@@ -61,7 +63,8 @@ def main() -> None:
         step = program.traced.lower().compile(program.options)
         compile_seconds = time.perf_counter() - start
         state = program.init()
-    batch = jax.device_put(_batch(config), NamedSharding(mesh, BATCH))
+    batch = random_batch(config.model, config.batch_size)
+    batch = jax.device_put(batch, NamedSharding(mesh, BATCH))
 
     def run(steps: int) -> tuple[list[float], list[float]]:
         nonlocal state
@@ -163,17 +166,12 @@ def _same(x: jax.Array) -> jax.Array:
     return x
 
 
-def _batch(config: Config) -> Any:
-    model = config.model
-    return random_batch(model.vocab_size, config.batch_size, model.sequence_length)
-
-
 def _abstract_batch(config: Config, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, BATCH)
-    shape = (config.batch_size, config.model.sequence_length)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return {"inputs": tokens, "targets": tokens, "weights": weights}
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        random_batch(config.model, config.batch_size),
+    )
 
 
 if __name__ == "__main__":

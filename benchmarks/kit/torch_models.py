@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kit.turns import IMAGES
+
 Sizes = dict[str, Any]  # a recipe's config.model
 
 
@@ -108,6 +110,69 @@ class LlamaBlock(nn.Module):
         return x_BTD + self.down(F.silu(self.gate(normed_BTD)) * self.up(normed_BTD))
 
 
+class ViTAttention(nn.Module):
+    """Self-attention of all patches."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.num_heads, width = sizes["num_heads"], sizes["width"]
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width) for _ in range(4)
+        )
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The attended values."""
+        q, k, v = (
+            linear(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        y_BNTH = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y_BNTH.transpose(1, 2).flatten(2))
+
+
+class ViTBlock(nn.Module):
+    """Attention and MLP, each on a normalised residual branch."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        width = sizes["width"]
+        self.norm1 = nn.LayerNorm(width, eps=1e-12)
+        self.attention = ViTAttention(sizes)
+        self.norm2 = nn.LayerNorm(width, eps=1e-12)
+        self.up = nn.Linear(width, sizes["hidden_width"])
+        self.down = nn.Linear(sizes["hidden_width"], width)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """The stream after this block."""
+        x_BTD = x_BTD + self.attention(self.norm1(x_BTD))
+        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+
+
+class ViT(nn.Module):
+    """Images, (B, H, W, C) in [0, 1], to logits; its values come from a file."""
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        width, patch = sizes["width"], sizes["patch_size"]
+        self.patches = nn.Conv2d(IMAGES["channels"], width, patch, stride=patch)
+        T = (IMAGES["image_size"] // patch) ** 2 + 1
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, T, width))
+        self.blocks = nn.ModuleList(ViTBlock(sizes) for _ in range(sizes["num_layers"]))
+        self.norm = nn.LayerNorm(width, eps=1e-12)
+        self.classifier = nn.Linear(width, IMAGES["classes"])
+
+    def forward(self, images_BHWC: torch.Tensor) -> torch.Tensor:
+        """Logits, (B, classes)."""
+        x_BDHW = self.patches((images_BHWC * 2 - 1).movedim(-1, 1))
+        x_BTD = x_BDHW.flatten(2).transpose(1, 2)
+        first_B1D = self.class_token.expand(len(x_BTD), -1, -1)
+        x_BTD = torch.cat([first_B1D, x_BTD], dim=1) + self.positions
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.classifier(self.norm(x_BTD[:, 0]))
+
+
 class Decoder(nn.Module):
     """Tokens to logits: a GPT, or a Llama where the sizes are those of one."""
 
@@ -163,18 +228,24 @@ def initialize(model: Decoder) -> None:
             module.weight.normal_(std=0.01 if name == "positions" else 0.02)
 
 
-def load(model: Decoder, values: Mapping[str, np.ndarray]) -> None:
+def load(model: nn.Module, values: Mapping[str, np.ndarray]) -> None:
     """Takes the values of the Flax model, by path; its kernels are transposed."""
     state = {}
     for path, value in values.items():
         module, _, last = path.rpartition(".")
-        name = "bias" if last == "bias" else "weight"
-        x = torch.from_numpy(value.swapaxes(-2, -1) if last == "kernel" else value)
-        first, _, rest = module.partition(".")
-        if first == "blocks":  # the first dimension is the layer's
-            state |= {f"blocks.{i}.{rest}.{name}": layer for i, layer in enumerate(x)}
+        name = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
+        path = ".".join(filter(None, (module, name.get(last, last))))
+        if path.startswith("blocks."):  # the first dimension is the layer's
+            rest = path.removeprefix("blocks.")
+            layers = {f"blocks.{i}.{rest}": layer for i, layer in enumerate(value)}
         else:
-            state[f"{module}.{name}"] = x
+            layers = {path: value}
+        state |= {
+            path: torch.from_numpy(np.moveaxis(x, (-1, -2), (0, 1)))
+            if last == "kernel"
+            else torch.from_numpy(x)
+            for path, x in layers.items()
+        }
     model.load_state_dict(state)
 
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from kit.torch_models import Decoder, load
+from kit.torch_models import Decoder, ViT, load
 from kit.turns import WARM_UP, open_answers, random_batch, take_turns
 
 _OPS = torch.ops.aten
@@ -78,34 +78,34 @@ def make_run(
     job: dict[str, Any], device: torch.device
 ) -> Callable[[int], tuple[list[float], list[float]]]:
     """What takes so many steps, and gives the seconds and the loss of each."""
+    is_vit = "patch_size" in job["model"]
     with device:
-        model = Decoder(job["model"])
+        model = (ViT if is_vit else Decoder)(job["model"])
     if job["initial"]:
         with np.load(job["initial"]) as values:
             load(model, values)
     shard(model, job, device)
     optimizer, schedule = make_optimizer(model, job["optimizer"])
-    batch = random_batch(
-        job["model"]["vocab_size"], job["batch_size"], job["model"]["sequence_length"]
-    )
-    tokens, targets = (
-        torch.tensor(batch[name], dtype=torch.int64, device=device)
+    batch = random_batch(job["model"], job["batch_size"])
+    inputs, targets = (
+        torch.tensor(x, dtype=None if is_vit else torch.int64, device=device)
         .chunk(dist.get_world_size())[dist.get_rank()]
         .chunk(job["accumulate"])
-        for name in ("inputs", "targets")
+        for x in (batch["image" if is_vit else "inputs"], batch["targets"])
     )
-    micro_batches = list(zip(tokens, targets, strict=True))
+    micro_batches = list(zip(inputs, targets, strict=True))
     loss_fn = torch.compile(cross_entropy, backend=job["backend"])
 
     def step() -> torch.Tensor:
         total = torch.zeros((), device=device)
-        for i, (tokens_BT, targets_BT) in enumerate(micro_batches):
+        for i, (inputs, targets) in enumerate(micro_batches):
             # Gradients of micro-batches add up in float32, and are reduced once.
             model.set_requires_gradient_sync(i == len(micro_batches) - 1)
-            loss = loss_fn(model(tokens_BT), targets_BT) / len(micro_batches)
+            loss = loss_fn(model(inputs), targets) / len(micro_batches)
             loss.backward()
             total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), job["optimizer"]["clip_norm"])
+        if "clip_norm" in job["optimizer"]:
+            nn.utils.clip_grad_norm_(model.parameters(), job["optimizer"]["clip_norm"])
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -123,7 +123,7 @@ def make_run(
     return run
 
 
-def shard(model: Decoder, job: dict[str, Any], device: torch.device) -> None:
+def shard(model: nn.Module, job: dict[str, Any], device: torch.device) -> None:
     """Remat, compilation and sharding of each block, and sharding of the rest."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, job["compute"]),
@@ -150,16 +150,24 @@ def checkpointed(block: nn.Module, remat: str) -> nn.Module:
 def make_optimizer(
     model: nn.Module, settings: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """AdamW and its warm-up, in which all measured steps are; train/gpt.py has both."""
+    """The recipes' AdamW and warm-up, in which all measured steps are."""
+
+    def decays(name: str, param: nn.Parameter) -> bool:
+        # Matrices and embeddings do: not biases and norms, nor a ViT's positions.
+        return param.ndim > 1 and name not in ("class_token", "positions")
+
+    named = list(model.named_parameters())
     groups = [
-        # Weight decay is for matrices and embeddings: not for biases and norms.
-        {"params": [p for p in model.parameters() if p.ndim > 1]},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for name, p in named if decays(name, p)]},
+        {
+            "params": [p for name, p in named if not decays(name, p)],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = torch.optim.AdamW(
         groups,
         lr=settings["learning_rate"],
-        betas=(0.9, settings["b2"]),
+        betas=(0.9, settings.get("b2", 0.999)),
         weight_decay=settings["weight_decay"],
         fused=True,
     )
@@ -170,9 +178,11 @@ def make_optimizer(
     return optimizer, schedule
 
 
-def cross_entropy(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """The mean, in float32; all tokens count."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean, in float32; all tokens (B, T) or images (B, classes) count."""
+    if logits.ndim == 3:
+        logits, targets = logits.flatten(0, 1), targets.flatten()
+    return F.cross_entropy(logits.float(), targets)
 
 
 def timed_on_gpu(

@@ -16,7 +16,7 @@ compiler cannot know. Each collective reads what the previous one wrote. Inside
 branches. Outside it, XLA's partitioner may turn any operation into a collective. There,
 the operations that have their own thunk sequence (``shard_map``, loops, branches) run
 one at a time: the operations that one of them needs run before it, and all others after
-it. Values stay the same, bit for bit.
+it. Values stay the same, bit for bit, apart from gradients of weights (products.py).
 
 GPUs do not need this: each device runs a single schedule, one thunk at a time
 (xla/backends/gpu/runtime/sequential_thunk.cc).
@@ -32,6 +32,7 @@ from jax import lax
 from jax.extend import core
 
 from jshard.compat import jaxprs
+from jshard.cpu import products
 from jshard.errors import UserError
 
 # The results of a program, and the token after it.
@@ -122,11 +123,17 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
     # Variables that depend on the latest run of sums; None after another collective.
     sums: set[Any] | None = None
     here = token == 0
+    gradients = products.of_weights(jaxpr.jaxpr)
+    multiplied_there = jaxprs.made_by(gradients.values())
     for eqn in jaxpr.jaxpr.eqns:
-        name, values = eqn.primitive.name, jaxprs.read(env, eqn.invars)
+        if not multiplied_there.isdisjoint(eqn.outvars):
+            continue
+        product = gradients.get(eqn.outvars[0]) if eqn.outvars else None
+        operands = (product or eqn).invars
+        name, values = eqn.primitive.name, jaxprs.read(env, operands)
         exchanges = jaxprs.has(eqn, jaxprs.COLLECTIVES)
         # Independent sums stay adjacent, so that XLA can combine them.
-        apart = sums is not None and sums.isdisjoint(jaxprs.variables(eqn.invars))
+        apart = sums is not None and sums.isdisjoint(jaxprs.variables(operands))
         joins = name in jaxprs.SUMS and apart
         if exchanges and not joins:
             here, sums = _here(token, last), set() if name in jaxprs.SUMS else None
@@ -145,6 +152,8 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
                 last = []
             elif name in _OPENED:
                 results, _ = _inside(eqn, values, token)
+            elif product:
+                results = [products.transposed(product, values)]
             elif exchanges:
                 raise UserError(
                     f"collectives inside of {name} cannot be put in the one order that "
