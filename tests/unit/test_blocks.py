@@ -14,8 +14,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.collectives.quantized import power_of_two
-from jshard.float8 import blocks
+from jshard.collectives.quantized import exponents, power_of_two, to_float8
+from jshard.float8 import blocks, formats
 from jshard.fsdp import checks
 from jshard.plan.start_up import describe, traffic
 
@@ -91,7 +91,7 @@ def numbers() -> np.ndarray:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_number_is_that_of_the_specification(dtype):
     x = jnp.asarray(numbers(), dtype)
-    found, scales = jax.jit(blocks.in_rows)(x)
+    found, scales, _ = jax.jit(formats.mxfp8_rows)(x)
     for row, (values, exponents) in enumerate(zip(found, scales, strict=True)):
         for block in range(2):
             at = slice(32 * block, 32 * block + 32)
@@ -104,7 +104,7 @@ def test_each_number_is_that_of_the_specification(dtype):
 def test_what_is_not_finite_stays_so_and_changes_no_other_block():
     x = numbers()
     x[3, 5], x[4, 40] = np.inf, np.nan
-    values, scales = blocks.in_rows(jnp.asarray(x))
+    values, scales, _ = formats.mxfp8_rows(jnp.asarray(x))
     y = values.astype(jnp.float32) * power_of_two(scales).repeat(32, axis=1)
     bad = np.asarray(np.isnan(y))
     assert bad[3, :32].all()
@@ -120,11 +120,12 @@ def test_three_products_are_those_of_what_was_rounded(tokens):
     dy = rng.normal(size=(tokens, 64))
     x, w, dy = (a.astype(np.float32) for a in (x, w, dy))
     tiles = np.abs(w).reshape(4, 32, 2, 32).max((1, 3))
-    scales = blocks.exponents(jnp.asarray(tiles))
-    values = blocks.to_float8(jnp.asarray(w), scales, jnp.float8_e4m3fn)
+    scales = exponents(jnp.asarray(tiles))
+    values = to_float8(jnp.asarray(w), scales, jnp.float8_e4m3fn)
+    weight = values, scales, None
 
     def run(x: jax.Array, zeros: jax.Array) -> jax.Array:
-        return blocks.product("ti,io->to", x, values, scales, zeros)
+        return blocks.product("ti,io->to", "mxfp8", x, weight, zeros)
 
     y, backward = jax.vjp(run, jnp.asarray(x), jnp.zeros_like(w))
     dx, dw = backward(jnp.asarray(dy))
