@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jshard.collectives import float4
@@ -102,21 +101,20 @@ def _nvfp4_weight(weight: Weight, columns: bool) -> Rows:
     return Rows(values, _repeated(scales, 16, columns), power_of_two(tensor))
 
 
-_SIGNS = (-1) ** np.unpackbits(np.array([0x6C, 0xB1], np.uint8)).astype(np.int8)
+_SIGNS = 0x6CB1  # bits drawn once
 
 
-def hadamard() -> np.ndarray:
+def hadamard() -> jax.Array:
     """Returns an orthogonal (16, 16): random signs, then Hadamard's matrix / 4."""
-    matrix = np.ones((1, 1))
-    for _ in range(4):
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return _SIGNS[:, None] * matrix / 4
+    row, column = (lax.broadcasted_iota(jnp.int32, (16, 16), dim) for dim in (0, 1))
+    negative = lax.population_count(row & column) + (_SIGNS >> row)
+    return (1 - 2 * (negative & 1)) / 4
 
 
 def _nvfp4_rotated(x: jax.Array) -> jax.Array:
     # A batch of one: remat="dots" keeps products without batches, and nothing takes it
     # for one with a weight.
-    blocks, turn = x.reshape(1, -1, 16), jnp.asarray(hadamard()[None], x.dtype)
+    blocks, turn = x.reshape(1, -1, 16), hadamard()[None].astype(x.dtype)
     turned = lax.dot_general(blocks, turn, (((2,), (1,)), ((0,), (0,))))
     return turned.reshape(x.shape)
 
