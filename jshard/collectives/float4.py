@@ -1,13 +1,11 @@
 """Values in four bits with a scale for each block, as NVFP4 has them.
 
-A value is a code: a sign and one of eight magnitudes (e2m1). A block's scale is e4m3,
-whose range is small, so a tensor has a scale, too: NVIDIA 2025, "Pretraining Large
-Language Models with NVFP4" (arXiv:2509.25149), appendix B. Here a tensor's scale is a
-power of two, the smallest with which all blocks' scales fit: then bfloat16 holds values
-times scales exactly, and a product is rounded once.
+A value is a code: a sign and one of the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6
+(e2m1). A block's scale is e4m3, whose range is small, so a tensor has a scale, too:
+NVIDIA 2025, "Pretraining Large Language Models with NVFP4" (arXiv:2509.25149). Here a
+tensor's scale is a power of two, the smallest with which all blocks' scales fit: then
+bfloat16 holds values times scales exactly, and a product is rounded once.
 """
-
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +13,12 @@ import numpy as np
 from jax import lax
 
 from jshard.collectives.quantized import exponents, power_of_two, spread
-from jshard.collectives.random_bits import random_bits
+from jshard.collectives.random_bits import random_words
 
 E2M1 = jnp.dtype(jnp.float4_e2m1fn)
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; 8 is the sign
 # Not a division: XLA would multiply by this, and NumPy would not.
 _SIXTH = np.float32(1 / 6)
 _LEAST = np.uint8(127 - 100)  # the exponent of 2**-100: scales stay normal in float32
-_SEED = 0x4E564650
 
 
 def largest(x: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
@@ -71,9 +67,7 @@ def to_float4(
 ) -> jax.Array:
     """Returns the codes of ``x / scales``, uint8, one a byte.
 
-    Magnitudes are compared with multiples of the scale, which are exact in float32,
-    rather than divided by it: all hardware makes the same codes. Magnitudes above the
-    largest become the largest.
+    Magnitudes above the largest become the largest. A tie goes to the even code.
 
     Args:
       x: the values.
@@ -86,19 +80,24 @@ def to_float4(
         random numbers that models would have to pass to their products.
     """
     x = x.astype(jnp.float32)
-    scales = spread(scales.astype(jnp.float32), x.shape)
-    scales = jnp.where(scales == 0, jnp.inf, scales)  # all of the block is 0
-    share = jnp.float32(0.5)
+    scales = scales.astype(jnp.float32)
+    inverse = spread(jnp.where(scales == 0, 0, 1 / scales), x.shape)
+    magnitudes = jnp.abs(x) * inverse
+    # From 1 on magnitudes have one bit of mantissa, which counts in steps of 2**22 of
+    # a float32's bits. Below they are as far apart as those from 1 to 2.
+    small = magnitudes < 1
+    raised = jnp.where(small, magnitudes + 1, magnitudes)
+    bits = lax.bitcast_convert_type(raised, jnp.uint32)
     if stochastic:
         own = lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-        bits = random_bits((jnp.uint32(_SEED), own.astype(jnp.uint32)), x.shape)
-        share = (bits.astype(jnp.float32) + 0.5) * np.float32(2**-16)
-    magnitudes, codes = jnp.abs(x), jnp.zeros(x.shape, jnp.uint8)
-    for code, (below, above) in enumerate(itertools.pairwise(_MAGNITUDES)):
-        least = (below + share * np.float32(above - below)) * scales
-        # A tie goes to the even code.
-        up = magnitudes > least if code % 2 == 0 else magnitudes >= least
-        codes += up.astype(jnp.uint8)
+        bits += random_words(own.astype(jnp.uint32)) >> 10
+    else:
+        # The inverse is rounded, so that ties are missed by a bit. bfloat16 has no
+        # values as near to one.
+        bits = (bits + 4) & np.uint32(2**32 - 8)
+        bits += np.uint32(2**21 - 1) + (bits >> 22 & 1)
+    codes = (bits >> 22) - jnp.where(small, np.uint32(127 << 1), np.uint32(126 << 1))
+    codes = jnp.minimum(codes, 7).astype(jnp.uint8)
     return codes | (jnp.signbit(x).astype(jnp.uint8) << 3)
 
 

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Two words of 32 bits: scalars, or arrays with words of each element's own.
-Key: TypeAlias = tuple[Any, Any]
+Key: TypeAlias = tuple[jax.Array, jax.Array]  # two words of 32 bits
 
 
 def random_bits(
@@ -26,10 +25,24 @@ def random_bits(
         start = jnp.uint32(0 if dim else first)
         key = fold(key, start + _positions(shape, dim))
     first, second = key
+    index = _index(shape, layer_dims)
+    return (_mix(_mix(index + first) ^ second) >> 16).astype(jnp.uint16)
+
+
+def random_words(own: jax.Array) -> jax.Array:
+    """Returns uniform uint32: a hash of each element's position and uint32 of its own.
+
+    It is half as much work as ``random_bits``, for what runs in every product.
+    """
+    return _mix(_index(own.shape, 0) ^ own * np.uint32(0x9E3779B9))
+
+
+def _index(shape: tuple[int, ...], layer_dims: int) -> Any:
+    """Returns each element's position in the array without its first dimensions."""
     index = jnp.uint32(0)
     for dim in range(layer_dims, len(shape)):
         index = index * np.uint32(shape[dim]) + _positions(shape, dim)
-    return (_mix(_mix(index + first) ^ second) >> 16).astype(jnp.uint16)
+    return index
 
 
 def _positions(shape: tuple[int, ...], dim: int) -> jax.Array:
