@@ -213,18 +213,24 @@ def mesh_of(kind: str, capability: str) -> Any:
         ("AMD Instinct MI300X", "gfx942", "has gfx942; use products=None"),
     ],
 )
+@pytest.mark.parametrize("products", ["mxfp8", "nvfp4"])
 def test_a_gpu_that_has_no_such_products_is_refused_in_one_line(
-    kind, capability, instead
+    products, kind, capability, instead
 ):
-    policy = jshard.Policy(precision=MXFP8)
+    policy = jshard.Policy(precision=jshard.Precision(products=products))
     with pytest.raises(jshard.UserError, match=re.escape(instead)) as error:
         checks.check_precisions(policy, mesh_of(kind, capability))
-    assert str(error.value).startswith("precision.products='mxfp8' needs NVIDIA GPUs")
+    needs = f"precision.products={products!r} needs NVIDIA GPUs"
+    assert str(error.value).startswith(needs)
     assert "\n" not in str(error.value)
 
 
-def test_a_cudnn_that_has_no_such_products_is_refused_in_one_line(monkeypatch):
-    policy, mesh = jshard.Policy(precision=MXFP8), mesh_of("NVIDIA B200", "10.0")
+@pytest.mark.parametrize("products", ["mxfp8", "nvfp4"])
+def test_a_cudnn_that_has_no_such_products_is_refused_in_one_line(
+    monkeypatch, products
+):
+    policy = jshard.Policy(precision=jshard.Precision(products=products))
+    mesh = mesh_of("NVIDIA B200", "10.0")
     checks.check_precisions(policy, mesh)  # absent: the planner says which cuDNN
     monkeypatch.setattr(checks.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(checks, "cudnn_version", lambda: (9, 10))
