@@ -12,6 +12,7 @@ import jshard
 from jshard.collectives import float4
 from jshard.float8 import blocks, formats
 from jshard.float8.products import fits
+from jshard.plan.cost.traffic import least
 from jshard.plan.start_up import describe, traffic
 from multiplied import (
     HIDDEN,
@@ -224,11 +225,14 @@ def test_a_step_is_the_sum_of_what_each_device_computes(devices, knobs):
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_arrive_in_four_bits_and_their_scales_once(remat):
     policy = jshard.Policy(precision=NVFP4, min_shard_elements=0, remat=remat)
-    program, _, _ = traced(jshard.FSDP(jshard.make_mesh(), policy))
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
+    program, state, _ = traced(fsdp)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
     gathers = found["all-gather", "uint8"]
     assert gathers.count == 2 * 5 * LAYERS
     assert gathers.wire_bytes == 2 * LAYERS * MATRICES // 2 * 7 // 8
+    needed = least(fsdp.mesh, policy, state, prefetch=False)
+    assert needed["all-gather", "u8"] == gathers.wire_bytes
     assert {dtype for kind, dtype in found if kind == "all-gather"} == {"uint8"}
     # A byte for each 256 weights, and one for each weight: what devices agree on.
     scales = found["all-reduce", "uint8"]
