@@ -67,8 +67,9 @@ def in_float8(
             together, tensors = scales_of
             for i, scale in enumerate(_parts(together, found.shapes)):
                 of_weights.append((scale, None if tensors is None else tensors[i]))
-        for i, value, of_one in zip(chosen, values, of_weights, strict=True):
-            weights[i] = Float8(value, *of_one, weights[i], kind=places[i].float8)
+        for i, value, (scale, tensor) in zip(chosen, values, of_weights, strict=True):
+            kind = places[i].float8 or ""
+            weights[i] = Float8(value, scale, tensor, weights[i], kind)
         return fn(weights, xs, carry, args)
 
     places = [*kept, *places_of_values, *places_of_scales]

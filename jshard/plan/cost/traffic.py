@@ -184,8 +184,8 @@ def least(
         kept = stages > 1 and policy.unit(path).reshard_after_forward is False
         moved = shard * (shards - 1) * (1 if kept else rounds or 1)
         # Not all of a Stack's matrices are in float8, but none can be narrower.
-        float8 = place.float8 and depth and x.ndim - depth > 1
-        width = PRODUCTS[place.float8] if float8 else 1.0  # of four bits bytes have two
+        float8 = place.float8 if depth and x.ndim - depth > 1 else None
+        width = PRODUCTS[float8] if float8 else 1.0  # of four bits bytes have two
         bits = "int8" if width == 1 else "uint8"
         wire = jnp.dtype(bits if float8 else place.gather or x.dtype)
         add("all-gather", wire, moved * width)

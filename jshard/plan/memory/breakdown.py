@@ -166,8 +166,8 @@ def _layer_bytes(state: TrainState, policy: Policy) -> int:
             precision = policy.precision_at(path, own.get(path))
             dtype = precision.compute or precision.gather or x.dtype
             shape = x.shape[layer_dims(variable) :]
-            float8 = precision.products is not None and len(shape) > 1
             width = 1 if four_bit_of(variable) is not None else dtype.itemsize
-            width = PRODUCTS[precision.products] if float8 else width
+            if precision.products is not None and len(shape) > 1:
+                width = PRODUCTS[precision.products]
             layers[path[0], x.shape[0]] += round(math.prod(shape) * width)
     return max(layers.values(), default=0)
