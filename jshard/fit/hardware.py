@@ -161,7 +161,7 @@ _A6000_SHARED = (49152, 102400, 101376)
 _PCIE = {"links": "PCIe", "bus": 0.5, "threads": 1536}  # PCIe 4.0
 # PFLOP/s of dense fp4, NVIDIA's data sheets: 108 in an HGX B300 (105 in earlier ones),
 # 1080 in a GB300 NVL72; 72 in an HGX B200, 720 in a GB200 NVL72.
-_ULTRA = 6.0
+_ULTRA = 6.0  # fp4 by bf16
 _RACK = {"host": 4, "domain": 72, "bus": 7.0}  # NVL72; NVLink-C2C to the CPU, 450 GB/s
 
 # Sources: XLA's device descriptions (backends/gpu/target_config/specs/*.txtpb), and the
@@ -189,7 +189,8 @@ GPUS = {
     ),
     "b300": GPU(
         "NVIDIA B300", (10, 3), 158, 128, 297_021_865_984, 7.936e12,
-        135_528_448, 1.965, _H100_SHARED, PEAK_FLOPS["B300"], 900e9, port=2.0, fp4=_ULTRA,
+        135_528_448, 1.965, _H100_SHARED, PEAK_FLOPS["B300"], 900e9, port=2.0,
+        fp4=_ULTRA,
     ),
     "gb200": GPU(
         "NVIDIA GB200", (10, 0), 152, 128, 197_897_748_480, 7.928064e12,
@@ -197,8 +198,8 @@ GPUS = {
     ),
     "gb300": GPU(
         "NVIDIA GB300", (10, 3), 152, 128, 297_021_079_552, 7.928064e12,
-        135_528_448, 2.07, _H100_SHARED, PEAK_FLOPS["GB300"], 900e9, port=2.0, fp4=_ULTRA,
-        **_RACK,
+        135_528_448, 2.07, _H100_SHARED, PEAK_FLOPS["GB300"], 900e9, port=2.0,
+        fp4=_ULTRA, **_RACK,
     ),
     "rtx4090": GPU(
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 25_393_994_137, 1.008e12,

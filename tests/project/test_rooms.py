@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1211,
     "surface": 600,
     "plan": 5292,
-    "training": 13991,
+    "training": 13992,
     "checkpoint": 6247,
     "generation": 1214,
     "start-up note": 444,
