@@ -63,9 +63,10 @@ def block_scaled_primitive(elsewhere: Callable[..., jax.Array]) -> Primitive:
 
     Its operands are two matrices, each as values and the scales of blocks (rows,
     blocks): float8 values (rows, depth) with uint8 exponents, or uint8 with two e2m1
-    codes each (rows, depth / 2) and the bits of e4m3 scales. ``dtype`` is that of the
-    result. On NVIDIA's GPUs it is cuDNN's product, and what ``elsewhere`` computes on
-    other devices.
+    codes each (rows, depth / 2) and the bits of e4m3 scales. Then a float32 scalar
+    follows, a power of two that multiplies the result. ``dtype`` is that of the result.
+    On NVIDIA's GPUs it is cuDNN's product, and on other devices what ``elsewhere``
+    computes of the first four operands.
     """
     primitive = Primitive("block_scaled_dot")
 
@@ -75,7 +76,7 @@ def block_scaled_primitive(elsewhere: Callable[..., jax.Array]) -> Primitive:
 
     @primitive.def_abstract_eval
     def abstract(
-        lhs: Any, _: Any, rhs: Any, __: Any, *, dtype: Any, depth: int
+        lhs: Any, _: Any, rhs: Any, *__: Any, dtype: Any, depth: int
     ) -> ShapedArray:
         return ShapedArray((lhs.shape[0], rhs.shape[0]), dtype)
 
@@ -104,7 +105,15 @@ def block_scaled_primitive(elsewhere: Callable[..., jax.Array]) -> Primitive:
             legacy_backend_config="{}",
         )(lhs, rhs, *scales)
 
-    lowered = partial(mlir.lower_fun, multiple_results=False)
+    def lowered(product: Callable[..., jax.Array]) -> Any:
+        # cuDNN multiplies by the scalar, too, from 9.13 on. Before, XLA makes kernels
+        # of their own for it; what follows the call is fused with its readers.
+        def whole(*operands: jax.Array, **params: Any) -> jax.Array:
+            y = product(*operands[:4], **params)
+            return y * operands[4].astype(y.dtype) if len(operands) == 5 else y
+
+        return mlir.lower_fun(whole, multiple_results=False)
+
     mlir.register_lowering(primitive, lowered(elsewhere))
     mlir.register_lowering(primitive, lowered(call), platform="cuda")
     return primitive

@@ -124,13 +124,10 @@ _dot = block_scaled_primitive(_emulated)
 
 def block_scaled_dot(lhs: Rows, rhs: Rows, dtype: Any) -> jax.Array:
     """Returns ``lhs @ rhs.T`` in ``dtype``: (rows of lhs, rows of rhs)."""
-    depth = lhs.values.shape[1] * (1 if lhs.scale is None else 2)
-    y = _dot.bind(*lhs[:2], *rhs[:2], dtype=jnp.dtype(dtype), depth=depth)
-    if lhs.scale is None or rhs.scale is None:
-        return y
-    # A power of two, so nothing is rounded again. cuDNN takes it as an operand from
-    # 9.13 on. Before, XLA multiplies in a kernel of its own; here it is fused.
-    return y * (lhs.scale * rhs.scale).astype(y.dtype)
+    operands, depth = [*lhs[:2], *rhs[:2]], lhs.values.shape[1]
+    if lhs.scale is not None and rhs.scale is not None:
+        operands, depth = [*operands, lhs.scale * rhs.scale], 2 * depth
+    return _dot.bind(*operands, dtype=jnp.dtype(dtype), depth=depth)
 
 
 # The blocks of a weight.
