@@ -30,7 +30,7 @@ MOST_LINES = {
     "layout": 2291,
     "distributed": 1632,
     "cli": 721,
-    "compat": 912,
+    "compat": 921,
     "parallel": 550,
     "ground": 1485,
 }
