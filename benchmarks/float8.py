@@ -1,8 +1,8 @@
 """Losses with float8 products beside bf16 ones, over several seeds.
 
     python benchmarks/float8.py [--seeds=8] [--steps=200] [--batch_size=32]
-        [--products=float8,mxfp8] [--model=width=256,num_layers=4] [--rate=1e-3]
-        [--chart=docs/float8.svg]
+        [--products=float8,mxfp8,nvfp4] [--model=width=256,num_layers=4] [--rate=1e-3]
+        [--compute=float32] [--chart=docs/float8.svg]
 
 Trains train/gpt.py, the quick start, without and with float8 products, from the
 same initial values and on the same data, on two virtual CPU devices, which compute the
@@ -26,7 +26,12 @@ from precision import RIGHT, SMOOTHED, STYLE, WIDTH, Setting, panel, read, smoot
 
 jax.config.update("jax_num_cpu_devices", 2)
 
-COLORS = {"without": "#000000", "float8": "#d55e00", "mxfp8": "#0072b2"}
+COLORS = {
+    "without": "#000000",
+    "float8": "#d55e00",
+    "mxfp8": "#0072b2",
+    "nvfp4": "#009e73",
+}
 
 
 def main() -> None:
@@ -34,9 +39,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--products", default="float8,mxfp8", help="NAME,...")
+    parser.add_argument("--products", default="float8,mxfp8,nvfp4", help="NAME,...")
     parser.add_argument("--model", default="", help="KEY=NUMBER,... of config.model")
     parser.add_argument("--rate", type=float, help="peak learning rate")
+    parser.add_argument("--compute", default="bfloat16", help="dtype of all else")
     parser.add_argument("--results", type=Path, default=Path("runs/float8.json"))
     parser.add_argument("--chart", type=Path, default=Path("docs/float8.svg"))
     options = parser.parse_args()
@@ -45,7 +51,7 @@ def main() -> None:
     size["model"] = {key: int(number) for key, number in changes}
     if options.rate is not None:
         size["optimizer"] = {"learning_rate": options.rate}
-    precision = {"compute": "bfloat16", "reduce": "float32"}
+    precision = {"compute": options.compute, "reduce": "float32"}
     settings = {"without": Setting("without", precision)}
     for name in options.products.split(","):
         settings[name] = Setting(name, precision | {"products": name})

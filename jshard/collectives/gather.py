@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.collectives import quantized
+from jshard.collectives import float4, quantized
 from jshard.collectives.reduce import all_reduce_in_unit, cast, on_rank_zero, scatter
 from jshard.fsdp.precision import is_quantized
 from jshard.fsdp.scopes import ALL_GATHER
@@ -26,16 +26,21 @@ from jshard.layout.placement import Placement
 def all_gather(shard: Any, place: Placement) -> jax.Array:
     """Returns the full parameter in the layer's dtype, from this device's shard.
 
-    A pair of a shard and its scale is gathered in float8, divided by the scale.
+    A pair of a shard and its scale is gathered in float8, or as codes of four bits, two
+    a byte, divided by the scale.
     """
     if place.gradient_only:
         place = dataclasses.replace(place, gradient_only=False)
         full = jax.eval_shape(lambda shard: all_gather(shard, place), shard)
         return jnp.zeros(full.shape, full.dtype)
+    scale: Any = None
     if has_scale := isinstance(shard, tuple):
         shard, scale = shard
-        shard = quantized.to_float8(place.fetched(shard), scale, place.gather)
     shard = place.fetched(shard)
+    if has_scale and place.packed is not None:
+        shard = float4.pack(float4.to_float4(shard, scale), place.packed)
+    elif has_scale:
+        shard = quantized.to_float8(shard, scale, place.gather)
     quantized_gather = is_quantized(place.gather) and not has_scale
     full = shard if has_scale or quantized_gather else cast(shard, place.gather)
     for dim, axes in _gathers(place, full.ndim):

@@ -7,7 +7,7 @@ scale, so an outlier reduces the precision of its own block only.
 
 Operands of float8 products (``jshard.float8.products``) have one scale for the tensor,
 as cuBLASLt wants it, or one for each 32 values, as cuDNN does on Blackwell. Their
-values stay in float8.
+values stay in float8, or in four bits (``float4.py``).
 """
 
 from typing import Any
@@ -108,9 +108,14 @@ def to_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """
     if scale.dtype == jnp.uint8:
         scale = power_of_two(scale)
-    for dim in range(scale.ndim):
-        scale = jnp.repeat(scale, x.shape[dim] // scale.shape[dim], axis=dim)
-    return (x.astype(jnp.float32) * (1 / scale)).astype(dtype)
+    return (x.astype(jnp.float32) * (1 / spread(scale, x.shape))).astype(dtype)
+
+
+def spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeats the scales of equal blocks for each of their values; or one number."""
+    for dim in range(scales.ndim):
+        scales = jnp.repeat(scales, shape[dim] // scales.shape[dim], axis=dim)
+    return scales
 
 
 # One scale for a block, in eight bits (e8m0).

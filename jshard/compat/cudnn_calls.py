@@ -6,8 +6,8 @@ cannot be traced for GPUs; all other attention is not affected. Tested with JAX 
 0.11.2 and 0.12.0.1.
 
 Products with block scales: XLA makes cuDNN's of a custom call
-(``block_scaling_rewriter.cc``). If it breaks, steps with ``products="mxfp8"`` cannot be
-compiled for GPUs. Tested with JAX 0.10.2 and 0.12.0.1.
+(``block_scaling_rewriter.cc``). If it breaks, steps with ``products="mxfp8"`` or
+"nvfp4" cannot be compiled for GPUs. Tested with JAX 0.10.2 and 0.12.0.1.
 """
 
 from collections.abc import Callable
@@ -61,28 +61,43 @@ def packed_attention(
 def block_scaled_primitive(elsewhere: Callable[..., jax.Array]) -> Primitive:
     """Makes "block_scaled_dot": ``lhs @ rhs.T``, with a scale for each block of a row.
 
-    Its operands are two matrices, each as float8 values (rows, depth) and uint8
-    exponents (rows, blocks); ``dtype`` is that of the result. On NVIDIA's GPUs it is
-    cuDNN's product, and what ``elsewhere`` computes on other devices.
+    Its operands are two matrices, each as values and the scales of blocks (rows,
+    blocks): float8 values (rows, depth) with uint8 exponents, or uint8 with two e2m1
+    codes each (rows, depth / 2) and the bits of e4m3 scales. Then a float32 scalar
+    follows, a power of two that multiplies the result. ``dtype`` is that of the result.
+    On NVIDIA's GPUs it is cuDNN's product, and on other devices what ``elsewhere``
+    computes of the first four operands.
     """
     primitive = Primitive("block_scaled_dot")
 
     @primitive.def_impl
-    def run(*operands: jax.Array, dtype: Any) -> jax.Array:
-        return jax.jit(partial(primitive.bind, dtype=dtype))(*operands)
+    def run(*operands: jax.Array, **params: Any) -> jax.Array:
+        return jax.jit(partial(primitive.bind, **params))(*operands)
 
     @primitive.def_abstract_eval
-    def abstract(lhs: Any, _: Any, rhs: Any, __: Any, *, dtype: Any) -> ShapedArray:
+    def abstract(
+        lhs: Any, _: Any, rhs: Any, *__: Any, dtype: Any, depth: int
+    ) -> ShapedArray:
         return ShapedArray((lhs.shape[0], rhs.shape[0]), dtype)
 
     def call(
-        lhs: jax.Array, lhs_scales: Any, rhs: jax.Array, rhs_scales: Any, *, dtype: Any
+        lhs: jax.Array,
+        lhs_scales: jax.Array,
+        rhs: jax.Array,
+        rhs_scales: jax.Array,
+        *,
+        dtype: Any,
+        depth: int,
     ) -> Any:
         result = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[0]), dtype)
-        scales = (
-            lax.bitcast_convert_type(x, jnp.float8_e8m0fnu)
-            for x in (lhs_scales, rhs_scales)
-        )
+        scale = jnp.float8_e8m0fnu
+        if lhs.dtype == jnp.uint8:
+            scale = jnp.float8_e4m3fn
+            lhs, rhs = (
+                lax.bitcast_convert_type(x, jnp.float4_e2m1fn).reshape(-1, depth)
+                for x in (lhs, rhs)
+            )
+        scales = (lax.bitcast_convert_type(x, scale) for x in (lhs_scales, rhs_scales))
         return jax.ffi.ffi_call(
             "__op$block_scaled_dot",
             result,
@@ -90,7 +105,15 @@ def block_scaled_primitive(elsewhere: Callable[..., jax.Array]) -> Primitive:
             legacy_backend_config="{}",
         )(lhs, rhs, *scales)
 
-    lowered = partial(mlir.lower_fun, multiple_results=False)
+    def lowered(product: Callable[..., jax.Array]) -> Any:
+        # cuDNN multiplies by the scalar, too, from 9.13 on. Before, XLA makes kernels
+        # of their own for it; what follows the call is fused with its readers.
+        def whole(*operands: jax.Array, **params: Any) -> jax.Array:
+            y = product(*operands[:4], **params)
+            return y * operands[4].astype(y.dtype) if len(operands) == 5 else y
+
+        return mlir.lower_fun(whole, multiple_results=False)
+
     mlir.register_lowering(primitive, lowered(elsewhere))
     mlir.register_lowering(primitive, lowered(call), platform="cuda")
     return primitive

@@ -30,6 +30,8 @@ PEAK_FLOPS = {
     "L40S": 362.05e12,
     "RTX A6000": 154.8e12,
 }
+# The rate of dense fp4 products by that of bf16 ones, as B200s and GB200s have it.
+FP4 = 4.0
 _USABLE = 0.95  # of the memory; CUDA's context, NCCL and cuDNN take the rest
 
 
@@ -52,6 +54,8 @@ class Constants:
     # The same for those in MXFP8: of the 4.5 PFLOP/s of a B200 or B300, and the 5 of a
     # GB200 or GB300. No run confirms it.
     mxfp8: float = 0.72
+    # And for those in NVFP4: of `GPU.fp4` times the peak. No run confirms it, either.
+    nvfp4: float = 0.72
     attention: float = 0.72  # the same for flash attention, forward and backward
     memory: float = 0.85  # share of the device memory's bandwidth
     launch: float = 3e-6  # seconds added to each kernel
@@ -113,6 +117,9 @@ class GPU:
     port: float = 1.0  # speed of its network port, in ports of 400 Gb/s
     bus: float = 1.0  # of its bus to the host, in PCIe 5.0 x16
     threads: int = 2048  # of a multiprocessor
+    fp4: float = (
+        FP4  # FLOP/s of dense fp4 products by those of bf16 ones, from Blackwell
+    )
     constants: Constants = FITTED  # the share of these that programs reach
 
     @property
@@ -131,8 +138,12 @@ class GPU:
         return self.bus * self.constants.host_bus
 
     def product_seconds(self, flops: float, limit: str = "matmul") -> float:
-        """Seconds of so many FLOPs of bf16 products, limited by one of the shares."""
-        return flops / (getattr(self.constants, limit) * self.flops)
+        """Seconds of so many FLOPs of bf16 products, limited by one of the shares.
+
+        Those of NVFP4 count as if they had `FP4` times the rate of bf16.
+        """
+        rate = self.fp4 / FP4 if limit == "nvfp4" else 1.0
+        return flops / (getattr(self.constants, limit) * rate * self.flops)
 
     def memory_seconds(self, nbytes: float) -> float:
         """Seconds to read or write so many bytes of the device's memory."""
@@ -148,6 +159,9 @@ _H100_SHARED = (49152, 233472, 232448)
 _A6000_SHARED = (49152, 102400, 101376)
 
 _PCIE = {"links": "PCIe", "bus": 0.5, "threads": 1536}  # PCIe 4.0
+# PFLOP/s of dense fp4, NVIDIA's data sheets: 108 in an HGX B300 (105 in earlier ones),
+# 1080 in a GB300 NVL72; 72 in an HGX B200, 720 in a GB200 NVL72.
+_ULTRA = 6.0  # fp4 by bf16
 _RACK = {"host": 4, "domain": 72, "bus": 7.0}  # NVL72; NVLink-C2C to the CPU, 450 GB/s
 
 # Sources: XLA's device descriptions (backends/gpu/target_config/specs/*.txtpb), and the
@@ -176,6 +190,7 @@ GPUS = {
     "b300": GPU(
         "NVIDIA B300", (10, 3), 158, 128, 297_021_865_984, 7.936e12,
         135_528_448, 1.965, _H100_SHARED, PEAK_FLOPS["B300"], 900e9, port=2.0,
+        fp4=_ULTRA,
     ),
     "gb200": GPU(
         "NVIDIA GB200", (10, 0), 152, 128, 197_897_748_480, 7.928064e12,
@@ -183,7 +198,8 @@ GPUS = {
     ),
     "gb300": GPU(
         "NVIDIA GB300", (10, 3), 152, 128, 297_021_079_552, 7.928064e12,
-        135_528_448, 2.07, _H100_SHARED, PEAK_FLOPS["GB300"], 900e9, port=2.0, **_RACK,
+        135_528_448, 2.07, _H100_SHARED, PEAK_FLOPS["GB300"], 900e9, port=2.0,
+        fp4=_ULTRA, **_RACK,
     ),
     "rtx4090": GPU(
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 25_393_994_137, 1.008e12,

@@ -1,17 +1,15 @@
-"""MXFP8 products: every 32 values of an operand have a scale of their own.
+"""Products of matrices with scales in blocks (``formats.py``), and their gradients.
 
-Blackwell's tensor cores apply such scales themselves (OCP Microscaling Formats, MX,
-v1.0). Values are e4m3, gradients too, and scales are powers of two of eight bits
-(e8m0), rounded up: the recipe of Mishra et al. 2025, arXiv:2506.08027. Blocks run along
-the dimension that a product sums over, another one in each of three products:
+Blocks run along the dimension that a product sums over, another one in each of three
+products:
 
     forward    y = x @ w        along inputs
     backward   dx = dy @ w.T    along outputs
                dw = x.T @ dy    along tokens
 
-So activations and gradients are rounded twice. Weights have square blocks of 32 x 32,
-which serve both directions: they are gathered once, in one byte, and devices agree on
-their scales by the largest exponents of all shards, as a shard may end within a block.
+So activations and gradients are rounded twice. Weights have square blocks, which serve
+both directions: they are gathered once, in one byte or half of one, and devices agree
+on their scales by the largest ones of all shards, as a shard may end within a block.
 
 ``block_scaled_dot`` is one of cuDNN's products on GPUs. Elsewhere it computes the same
 numbers: dequantized values are exact in bfloat16.
@@ -20,65 +18,48 @@ numbers: dequantized values are exact in bfloat16.
 import functools
 import math
 import string
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.collectives.quantized import exponents, power_of_two, to_float8
+from jshard.collectives.float4 import decoded_scales, from_float4, unpack
+from jshard.collectives.quantized import power_of_two
 from jshard.compat.cudnn_calls import block_scaled_primitive
+from jshard.float8.formats import FORMATS, Format, Rows, Weight
 from jshard.fsdp.scopes import FLOAT8
-
-MXFP8 = "mxfp8"
-BLOCK = 32
-
-
-class Rows(NamedTuple):
-    """A matrix with blocks along its rows.
-
-    Attributes:
-      values: (rows, depth), float8_e4m3fn.
-      scales: (rows, depth / 32), uint8 exponents.
-    """
-
-    values: jax.Array
-    scales: jax.Array
-
-
-def in_rows(x: jax.Array) -> Rows:
-    """Quantizes a matrix (rows, depth) along its rows."""
-    blocks = jnp.abs(x).reshape(x.shape[0], -1, BLOCK)
-    scales = exponents(jnp.max(blocks, axis=-1))
-    return Rows(to_float8(x, scales, jnp.float8_e4m3fn), scales)
 
 
 def product(
-    equation: str, x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array
+    equation: str, kind: str, x: jax.Array, weight: Weight, zeros: jax.Array
 ) -> jax.Array:
-    """Returns ``jnp.einsum(equation, x, weight)``, both operands in MXFP8.
+    """Returns ``jnp.einsum(equation, x, weight)``, both operands in blocks.
 
     Args:
       equation: each letter is in two of inputs, weight and outputs; "..." is in inputs
         and outputs.
+      kind: the format's name.
       x: is quantized here.
-      values: the weight's, float8_e4m3fn.
-      scales: uint8 exponents of the weight's square blocks (``grid``).
-      zeros: like ``values``, in the weight's dtype; take its gradient.
+      weight: its values, of its dimensions, the scales of its square blocks (``grid``),
+        and the exponent of the tensor's scale.
+      zeros: of the weight's shape, in its dtype; take its gradient.
     """
     inputs, kernel, outputs = _letters(equation, x.ndim)
     summed = [c for c in kernel if c in inputs]
     rows = [c for c in inputs if c not in kernel]
     columns = [c for c in kernel if c not in inputs]
-    sizes = dict(zip(inputs + kernel, x.shape + values.shape, strict=True))
+    sizes = dict(zip(inputs + kernel, x.shape + zeros.shape, strict=True))
 
     def matrix(array: jax.Array, letters: str, first: list, last: list) -> jax.Array:
         array = array.transpose([letters.index(c) for c in first + last])
         return array.reshape(math.prod(array.shape[: len(first)]), -1)
 
-    weight = (matrix(a, kernel, summed, columns) for a in (values, scales, zeros))
-    x = x.astype(jnp.result_type(x, zeros))
-    y: Any = _product(zeros.dtype, matrix(x, inputs, rows, summed), *weight)
+    values, scales, zeros = (
+        matrix(a, kernel, summed, columns) for a in (*weight[:2], zeros)
+    )
+    x = matrix(x.astype(jnp.result_type(x, zeros)), inputs, rows, summed)
+    y: Any = _product(FORMATS[kind], zeros.dtype, x, (values, scales, weight[2]), zeros)
     y = y.reshape([sizes[c] for c in rows + columns])
     return y.transpose([(rows + columns).index(c) for c in outputs])
 
@@ -91,46 +72,48 @@ def _letters(equation: str, ndim: int) -> list[str]:
     return equation.replace("->", ",").split(",")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(dtype: Any, x: Any, values: Any, scales: Any, zeros: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(
+    format: Format, dtype: Any, x: jax.Array, weight: Weight, zeros: Any
+) -> jax.Array:
     """Returns x @ w, of (tokens, inputs) and (inputs, outputs)."""
-    return _forward(dtype, x, values, scales, zeros)[0]
+    return _forward(format, dtype, x, weight, zeros)[0]
 
 
 @jax.named_scope(FLOAT8)
-def _forward(dtype, x, values, scales, zeros):
-    y = block_scaled_dot(in_rows(x), _of_weight(values.T, scales.T), x.dtype)
-    return y, (in_rows(_tokens_last(x)), values, scales)
+def _forward(format, dtype, x, weight, zeros):
+    y = block_scaled_dot(format.inputs(x), format.weight(weight, True), x.dtype)
+    return y, (format.inputs(_along_tokens(format, x)), weight)
 
 
 @jax.named_scope(FLOAT8)
-def _backward(dtype, saved, dy):
-    x, values, scales = saved
-    dx = block_scaled_dot(in_rows(dy), _of_weight(values, scales), dy.dtype)
-    dw = block_scaled_dot(x, in_rows(_tokens_last(dy)), dtype)
-    return dx, None, None, dw
+def _backward(format, dtype, saved, dy):
+    x, weight = saved
+    of_dy = format.gradients(dy)
+    dx = block_scaled_dot(of_dy, format.weight(weight, False), dy.dtype)
+    dw = block_scaled_dot(x, format.gradients(_along_tokens(format, dy)), dtype)
+    return dx, None, dw
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _tokens_last(x: jax.Array) -> jax.Array:
+def _along_tokens(format: Format, x: jax.Array) -> jax.Array:
     """Returns the transpose, with tokens of zeros until they fill blocks."""
-    return jnp.pad(x, ((0, -x.shape[0] % BLOCK), (0, 0))).T
-
-
-def _of_weight(values: jax.Array, scales: jax.Array) -> Rows:
-    """Returns square blocks as those of rows."""
-    return Rows(values, jnp.repeat(scales, BLOCK, axis=0))
+    padded = jnp.pad(x, ((0, -x.shape[0] % format.block), (0, 0)))
+    return format.rotated(padded.T)
 
 
 # The product itself.
 
 
-def _emulated(*operands: jax.Array, dtype: Any) -> jax.Array:
+def _emulated(*operands: jax.Array, dtype: Any, depth: int) -> jax.Array:
     def dequantized(values: jax.Array, scales: jax.Array) -> jax.Array:
-        scales = power_of_two(scales).astype(dtype)
-        return values.astype(dtype) * jnp.repeat(scales, BLOCK, axis=1)
+        four_bits = values.dtype == jnp.uint8
+        values = from_float4(unpack(values)) if four_bits else values
+        scales = decoded_scales(scales) if four_bits else power_of_two(scales)
+        blocks = jnp.repeat(scales.astype(dtype), depth // scales.shape[1], axis=1)
+        return values.astype(dtype) * blocks
 
     lhs, rhs = dequantized(*operands[:2]), dequantized(*operands[2:])
     return lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())))
@@ -141,7 +124,10 @@ _dot = block_scaled_primitive(_emulated)
 
 def block_scaled_dot(lhs: Rows, rhs: Rows, dtype: Any) -> jax.Array:
     """Returns ``lhs @ rhs.T`` in ``dtype``: (rows of lhs, rows of rhs)."""
-    return _dot.bind(*lhs, *rhs, dtype=jnp.dtype(dtype))
+    operands, depth = [*lhs[:2], *rhs[:2]], lhs.values.shape[1]
+    if lhs.scale is not None and rhs.scale is not None:
+        operands, depth = [*operands, lhs.scale * rhs.scale], 2 * depth
+    return _dot.bind(*operands, dtype=jnp.dtype(dtype), depth=depth)
 
 
 # The blocks of a weight.
@@ -157,14 +143,24 @@ def blocked(ndim: int, over: tuple[int, ...]) -> tuple[int, int]:
     return max(over), max(others)
 
 
-def divide(shape: tuple[int, ...], over: tuple[int, ...]) -> bool:
-    """Returns whether blocks divide a weight."""
-    return all(shape[dim] % BLOCK == 0 for dim in blocked(len(shape), over))
+def divide(shape: tuple[int, ...], over: tuple[int, ...], block: int) -> bool:
+    """Returns whether blocks of ``block`` x ``block`` divide a weight."""
+    return all(shape[dim] % block == 0 for dim in blocked(len(shape), over))
 
 
-def grid(shape: tuple[int, ...], over: tuple[int, ...]) -> tuple[int, ...]:
+def grid(shape: tuple[int, ...], over: tuple[int, ...], block: int) -> tuple[int, ...]:
     """Returns the numbers of a weight's blocks, by dimension."""
     found = list(shape)
     for dim in blocked(len(shape), over):
-        found[dim] //= BLOCK
+        found[dim] //= block
     return tuple(found)
+
+
+def packed(ndim: int, over: tuple[int, ...], dim: int | None) -> int:
+    """Returns the dimension along which a weight has two values of four bits a byte.
+
+    It is one that blocks divide, and not ``dim``, which is sharded. The one that
+    products sum over is the better: the forward reads such bytes as they are.
+    """
+    first, second = blocked(ndim, over)
+    return second if first == dim else first

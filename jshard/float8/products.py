@@ -13,7 +13,7 @@ XLA turns the product of two dequantized operands on GPUs into a cuBLASLt produc
 float8 values, which applies the scales. On CPUs it computes the same numbers: float8
 values times powers of two are exact there.
 
-With MXFP8 (``blocks.py``) every 32 values have a scale.
+With MXFP8 and NVFP4 (``blocks.py``) every 32 or 16 values have a scale.
 
 Which weights these are is said, not inferred: the kernels of Flax's linear layers,
 whose ``dot_general`` or ``einsum_op`` is set to the product, and parameters made for
@@ -38,6 +38,7 @@ from jax import lax
 from jshard.collectives.quantized import largest, tensor_scale, to_float8
 from jshard.errors import UserError
 from jshard.float8 import blocks
+from jshard.float8.formats import FORMATS
 from jshard.fsdp.scopes import FLOAT8
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -52,35 +53,39 @@ _NARROWEST, _THINNEST = 128, 16
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("values", "scale", "zeros"),
-    meta_fields=("name",),
+    data_fields=("values", "scale", "tensor", "zeros"),
+    meta_fields=("kind", "name"),
 )
 @dataclasses.dataclass(frozen=True)
 class Float8(np.lib.mixins.NDArrayOperatorsMixin):
     """The value of a parameter that products in float8 alone read.
 
     Attributes:
-      values: float8_e4m3fn.
-      scale: float32 scalar; the weight is ``values * scale``. In MXFP8 uint8 exponents,
-        one for each block.
-      zeros: of the same shape, in the dtype of the computation; take its gradient.
+      values: float8_e4m3fn; of NVFP4 uint8, two codes a byte along one dimension.
+      scale: float32 scalar; the weight is ``values * scale``. With blocks uint8, one
+        for each (``formats.Rows``).
+      tensor: uint8, the exponent of another scale for all; of NVFP4 alone.
+      zeros: of the weight's shape, in the dtype of the computation; take its gradient.
+      kind: "float8", "mxfp8" or "nvfp4".
       name: the parameter's path.
     """
 
     values: jax.Array
     scale: jax.Array
+    tensor: jax.Array | None
     zeros: jax.Array
+    kind: str = "float8"
     name: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The weight's shape."""
-        return self.values.shape
+        return self.zeros.shape
 
     @property
     def ndim(self) -> int:
         """The number of its dimensions."""
-        return self.values.ndim
+        return self.zeros.ndim
 
     def dense(self) -> jax.Array:
         """Returns the weight in the dtype of the computation."""
@@ -168,9 +173,9 @@ def fits(shape: tuple[int, ...], over: tuple[int, ...], kind: str) -> bool:
     Args:
       shape: of the weight.
       over: the dimensions, counted from the end.
-      kind: "float8" or "mxfp8".
+      kind: "float8", "mxfp8" or "nvfp4".
     """
-    if kind == blocks.MXFP8 and not blocks.divide(shape, over):
+    if kind in FORMATS and not blocks.divide(shape, over, FORMATS[kind].block):
         return False
     depth = math.prod(shape[d] for d in over)
     width = math.prod(shape) // max(depth, 1)
@@ -214,9 +219,9 @@ def _multiply(dot: Callable[..., Any], equation: str, x: jax.Array, weight: Any)
     """Returns ``dot(x, weight)``, which ``equation`` says as ``einsum`` reads it."""
     if not isinstance(weight, Float8):
         return dot(x, weight)
-    if weight.scale.ndim:
-        w = weight
-        return blocks.product(equation, x, w.values, w.scale, w.zeros)
+    if weight.kind in FORMATS:
+        blocked = weight.values, weight.scale, weight.tensor
+        return blocks.product(equation, weight.kind, x, blocked, weight.zeros)
     return _product(dot, x, weight.dense())
 
 

@@ -3,7 +3,8 @@
 A weight's scales are the same on all devices, so its shards need the largest magnitude
 among them: one all-reduce a unit, for all its weights and for all layers of a Stack. A
 weight has one scale, or in MXFP8 one for each block of 32 x 32, and a shard may end in
-one.
+one. NVFP4, in four bits, has both: one for the tensor, and in its multiples one for
+each block of 16 x 16.
 """
 
 import dataclasses
@@ -11,16 +12,18 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jshard.collectives import float4
 from jshard.collectives.gather import all_gather
 from jshard.collectives.quantized import exponents, tensor_scale
-from jshard.float8.blocks import BLOCK, MXFP8, blocked, grid
+from jshard.float8.blocks import blocked, grid, packed
+from jshard.float8.formats import FORMATS, Format
 from jshard.float8.products import E4M3, Float8
 from jshard.fsdp.mesh import shard_axes
 from jshard.layout.placement import Placement
@@ -45,109 +48,158 @@ def in_float8(
     if not chosen:
         return fn, shards, places
     chosen.sort(key=lambda i: str(places[i].float8))
-    scaled, packed, grids = [], [], []
+    groups = []
     for kind, members in itertools.groupby(chosen, lambda i: places[i].float8):
         of_kind = [(lax.stop_gradient(shards[i]), places[i]) for i in members]
-        scales_of = _block_scales if kind == MXFP8 else _tensor_scales
-        found = scales_of(of_kind, int(stacked))
-        scaled += found[0]
-        packed.append(found[1])
-        grids.append(found[2])
-    as_values = {"gather": jnp.dtype(E4M3), "compute": None, "trainable": False}
-    places_of_values = [dataclasses.replace(places[i], **as_values) for i in chosen]
+        groups.append(_scales(kind, of_kind, int(stacked)))
+    scaled = [pair for found in groups for pair in found.scaled]
+    of_groups = [(found.together, found.tensors) for found in groups]
+    scales, structure = jax.tree.flatten(of_groups)
+    places_of_values = [_of_values(places[i], shards[i].ndim - stacked) for i in chosen]
     kept = [dataclasses.replace(p, gradient_only=bool(p.float8)) for p in places]
-    places_of_scales = [Placement(None, trainable=False)] * len(packed)
+    places_of_scales = [Placement(None, trainable=False)] * len(scales)
 
     def decoded(weights, xs, carry, args):
         weights, further = list(weights[: len(kept)]), weights[len(kept) :]
-        values, packed = further[: len(chosen)], further[len(chosen) :]
-        scales = itertools.chain.from_iterable(map(_parts, packed, grids))
-        for i, value, scale in zip(chosen, values, scales, strict=True):
-            weights[i] = Float8(value, scale, weights[i])
+        values, scales = further[: len(chosen)], further[len(chosen) :]
+        of_weights = []
+        for found, scales_of in zip(groups, structure.unflatten(scales), strict=True):
+            together, tensors = scales_of
+            for i, scale in enumerate(_parts(together, found.shapes)):
+                of_weights.append((scale, None if tensors is None else tensors[i]))
+        for i, value, (scale, tensor) in zip(chosen, values, of_weights, strict=True):
+            kind = places[i].float8 or ""
+            weights[i] = Float8(value, scale, tensor, weights[i], kind)
         return fn(weights, xs, carry, args)
 
     places = [*kept, *places_of_values, *places_of_scales]
-    return decoded, [*shards, *scaled, *packed], places
+    return decoded, [*shards, *scaled, *scales], places
 
 
-# Of each: shards with what divides them, all scales in one array, and their shapes.
-_Scales = tuple[list[tuple[jax.Array, jax.Array]], jax.Array, list[tuple[int, ...]]]
+def _of_values(place: Placement, ndim: int) -> Placement:
+    """Returns the placement of a weight's values, which are gathered rounded."""
+    found = FORMATS.get(place.float8 or "")
+    wire = found.wire if found else jnp.dtype(E4M3)
+    dim = packed(ndim, place.summed, place.dim) if wire == float4.E2M1 else None
+    return dataclasses.replace(
+        place, gather=wire, packed=dim, compute=None, trainable=False
+    )
+
+
+class _Scales(NamedTuple):
+    """The scales of some weights, all in one format.
+
+    Attributes:
+      scaled: their shards, each with what divides it.
+      together: all scales in one array.
+      shapes: of each weight's scales.
+      tensors: in four bits the exponents of the weights' own scales.
+    """
+
+    scaled: list[tuple[jax.Array, jax.Array]]
+    together: jax.Array
+    shapes: list[tuple[int, ...]]
+    tensors: jax.Array | None
+
+
 _Weights = Sequence[tuple[jax.Array, Placement]]
 
 
+def _scales(kind: str | None, weights: _Weights, layers: int) -> _Scales:
+    """Returns the scales of weights in one format, (L, ...) with one of ``layers``."""
+    found = FORMATS.get(kind or "")
+    if found is None:
+        return _tensor_scales(weights, layers)
+    return _block_scales(found, weights, layers)
+
+
 def _tensor_scales(weights: _Weights, layers: int) -> _Scales:
-    """One scale for each weight, (weights,), or (L, weights) with ``layers``."""
+    """One float32 scale for each weight."""
     largest = [jnp.max(jnp.abs(x), axis=range(layers, x.ndim)) for x, _ in weights]
     together = jnp.stack([x.astype(jnp.float32) for x in largest], axis=-1)
     scales = tensor_scale(lax.pmax(together, shard_axes()), E4M3)
     scaled = [(shard, scales[..., i]) for i, (shard, _) in enumerate(weights)]
-    return scaled, scales, [()] * len(weights)
+    return _Scales(scaled, scales, [()] * len(weights), None)
 
 
-def _block_scales(weights: _Weights, layers: int) -> _Scales:
-    """The exponents of all weights' blocks, (blocks,), or (L, blocks)."""
-    grids = []
-    for shard, place in weights:
+def _block_scales(format: Format, weights: _Weights, layers: int) -> _Scales:
+    """The scales of all weights' blocks, and in four bits those of the weights, too."""
+    grids, known, tensors = [], [], None
+    if format.wire == float4.E2M1:
+        largest = [float4.largest(x, tuple(range(layers, x.ndim))) for x, _ in weights]
+        tensors = float4.tensor_exponents(jnp.stack(largest, axis=-1))
+        tensors = lax.pmax(tensors, shard_axes())
+    for i, (shard, place) in enumerate(weights):
         full = jax.eval_shape(functools.partial(all_gather, place=place), shard)
-        grids.append(grid(full.shape[layers:], place.summed))
-    known = [
-        _of_shard(shard, place, size).reshape(*shard.shape[:layers], -1)
-        for size, (shard, place) in zip(grids, weights, strict=True)
-    ]
-    packed = lax.pmax(jnp.concatenate(known, axis=-1), shard_axes())
-    scaled = [
-        (shard, _for_shard(scales, shard, place, len(size)))
-        for (shard, place), scales, size in zip(
-            weights, _parts(packed, grids), grids, strict=True
-        )
-    ]
-    return scaled, packed, grids
+        grids.append(grid(full.shape[layers:], place.summed, format.block))
+        scale_of = exponents
+        if tensors is not None:
+            scale_of = functools.partial(float4.block_scales, tensors=tensors[..., i])
+        found = _of_shard(shard, place, grids[i], format.block, scale_of)
+        known.append(found.reshape(*shard.shape[:layers], -1))
+    together = lax.pmax(jnp.concatenate(known, axis=-1), shard_axes())
+    scaled = []
+    for i, of_one in enumerate(_parts(together, grids)):
+        shard, place = weights[i]
+        scale = _for_shard(of_one, shard, place, len(grids[i]), format.block)
+        if tensors is not None:
+            scale = float4.decoded_scales(scale, tensors[..., i]).astype(jnp.bfloat16)
+        scaled.append((shard, scale))
+    return _Scales(scaled, together, grids, tensors)
 
 
-def _parts(packed: jax.Array, grids: list[tuple[int, ...]]) -> list[jax.Array]:
+def _parts(together: jax.Array, grids: list[tuple[int, ...]]) -> list[jax.Array]:
     """Takes each weight's scales out of the array of all."""
     ends = np.cumsum([math.prod(size) for size in grids])[:-1]
-    parts = jnp.split(packed, ends, axis=-1)
-    lead = packed.shape[:-1]
+    parts = jnp.split(together, ends, axis=-1)
+    lead = together.shape[:-1]
     return [x.reshape(*lead, *size) for x, size in zip(parts, grids, strict=True)]
 
 
-def _of_shard(shard: jax.Array, place: Placement, size: tuple[int, ...]) -> jax.Array:
-    """Returns the exponents of a weight's blocks, (..., *size), as a shard knows them.
+def _of_shard(
+    shard: jax.Array,
+    place: Placement,
+    size: tuple[int, ...],
+    block: int,
+    scale_of: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Returns the scales of a weight's blocks, (..., *size), as a shard knows them.
 
     The largest of all devices are the weight's.
     """
     largest, dims = jnp.abs(shard), blocked(len(size), place.summed)
     for dim in set(dims) - {place.dim}:
-        largest = _largest_in_blocks(largest, dim, BLOCK)
+        largest = _largest_in_blocks(largest, dim, block)
     if place.dim is None:
-        return exponents(largest)
+        return scale_of(largest)
     # Of the blocks that the shard touches, then in the place of these among all.
-    dim, block, start = _start(shard, place, len(size))
-    touched = (shard.shape[dim] + 2 * block - 2) // block
-    largest = _put(largest, dim, start % block, touched * block)
-    found = exponents(_largest_in_blocks(largest, dim, block))
-    blocks = shard.shape[dim] * place.shards() // block + touched
-    found = _put(found, dim, start // block, blocks)
+    dim, side, start = _start(shard, place, len(size), block)
+    touched = (shard.shape[dim] + 2 * side - 2) // side
+    largest = _put(largest, dim, start % side, touched * side)
+    found = scale_of(_largest_in_blocks(largest, dim, side))
+    blocks = shard.shape[dim] * place.shards() // side + touched
+    found = _put(found, dim, start // side, blocks)
     return lax.slice_in_dim(found, 0, size[dim], axis=dim % found.ndim)
 
 
 def _for_shard(
-    scales: jax.Array, shard: jax.Array, place: Placement, ndim: int
+    scales: jax.Array, shard: jax.Array, place: Placement, ndim: int, block: int
 ) -> jax.Array:
     """Returns what divides a shard, of the full weight's scales."""
     if place.dim is None:
         return scales
-    dim, block, start = _start(shard, place, ndim)
-    at = (start + jnp.arange(shard.shape[dim])) // block
+    dim, side, start = _start(shard, place, ndim, block)
+    at = (start + jnp.arange(shard.shape[dim])) // side
     return jnp.take(scales, at, axis=dim, mode="clip")  # of padding, too
 
 
-def _start(shard: jax.Array, place: Placement, ndim: int) -> tuple[int, int, Any]:
+def _start(
+    shard: jax.Array, place: Placement, ndim: int, block: int
+) -> tuple[int, int, Any]:
     """Returns the sharded dimension, blocks' side along it, and the shard's start."""
     assert place.dim is not None
-    block = BLOCK if place.dim in blocked(ndim, place.summed) else 1
-    return place.dim, block, lax.axis_index(place.axes()) * shard.shape[place.dim]
+    side = block if place.dim in blocked(ndim, place.summed) else 1
+    return place.dim, side, lax.axis_index(place.axes()) * shard.shape[place.dim]
 
 
 def _largest_in_blocks(x: jax.Array, dim: int, block: int) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.compat.absent_gpus import cudnn_version
 from jshard.errors import UserError, some_of
-from jshard.float8.blocks import MXFP8
+from jshard.float8.formats import FORMATS
 from jshard.fsdp.mesh import (
     CONTEXT,
     FSDP,
@@ -35,10 +35,11 @@ from jshard.unit.modules import Stack, is_unit, own_paths
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
 
 
-# The first GPUs that multiply so, and cuDNN's version from which XLA has MXFP8 of it.
+# The first GPUs that multiply so, and cuDNN's version from which XLA has blocks of it.
 _CAPABILITY = {
     "float8": ((8, 9), "Ada, Hopper, Blackwell"),
-    MXFP8: ((10, 0), "Blackwell"),
+    "mxfp8": ((10, 0), "Blackwell"),
+    "nvfp4": ((10, 0), "Blackwell"),
 }
 _CUDNN = (9, 10)
 _MUCH = 1 << 20  # parameters that are whole on every device
@@ -74,7 +75,7 @@ def _check_gpu(kind: str, device: Any) -> None:
         return
     found = capability(device)
     least, names = _CAPABILITY[kind]
-    if (found is None and kind == MXFP8) or (found is not None and found < least):
+    if (found is None and kind in FORMATS) or (found is not None and found < least):
         has_float8 = found is not None and found >= _CAPABILITY["float8"][0]
         raise UserError(
             f"precision.products={kind!r} needs NVIDIA GPUs of compute capability "
@@ -83,7 +84,7 @@ def _check_gpu(kind: str, device: Any) -> None:
             f"products={'float8' if has_float8 else None!r}"
         )
     # An absent GPU is compiled for on the CPU.
-    if kind == MXFP8 and jax.default_backend() == "gpu":
+    if kind in FORMATS and jax.default_backend() == "gpu":
         if (found := cudnn_version()) < _CUDNN:
             here = f"this is {found[0]}.{found[1]}" if any(found) else "there is none"
             raise UserError(

@@ -12,7 +12,7 @@ from jshard.errors import UserError
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
-PRODUCTS = ("float8", "mxfp8")
+PRODUCTS = {"float8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}  # bytes of a weight's value
 FOUR_BITS = ("nf4", "fp4", "nf4_single", "fp4_single")
 
 _FLOATING: dict[str, Any] = {"kind": str, "choices": FLOATING}
@@ -76,20 +76,22 @@ class Precision:
     products: Any = knob(
         None,
         "float8 multiplies the weights of layers with activations in float8, on GPUs "
-        "of compute capability 8.9 or newer, and mxfp8 with a scale for each 32 "
-        "values, on Blackwell; None multiplies in compute's dtype",
+        "of compute capability 8.9 or newer; mxfp8 has a scale for each 32 values, and "
+        "nvfp4 four bits and a scale for each 16, both on Blackwell; None multiplies "
+        "in compute's dtype",
         kind=str,
-        choices=PRODUCTS,
+        choices=tuple(PRODUCTS),
         more="In float8 weights and activations are float8_e4m3fn, and gradients of "
         "outputs float8_e5m2, each tensor with one scale. In mxfp8 all are "
         "float8_e4m3fn, in blocks of 32 along the dimension that a product sums over, "
-        "weights in blocks of 32 x 32. Sums are in float32. These "
-        "weights are gathered in float8, whatever ``gather`` is: the kernels of "
+        "weights in blocks of 32 x 32. In nvfp4 all are float4_e2m1fn, in blocks of "
+        "16, and gradients are rounded stochastically. Sums are in float32. These "
+        "weights are gathered in 8 or 4 bits, whatever ``gather`` is: the kernels of "
         "``nnx.Linear``, ``LinearGeneral`` and ``Einsum`` in layers, and parameters "
         "for ``jshard.nn.matmul``. Embeddings, heads, norms and the root keep "
         "``compute``, and so do weights whose smaller side is below 128 or a 16th of "
-        "the larger (routers), or whose sides are not multiples of 16 (in mxfp8 of "
-        "32). CPUs emulate the same numbers.",
+        "the larger (routers), or whose sides are not multiples of 16 (in mxfp8 "
+        "of 32). CPUs emulate the same numbers.",
     )
 
     base: Any = knob(

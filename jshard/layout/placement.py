@@ -47,6 +47,8 @@ class Placement:
       hosted: whether shards are in host memory (``memory_kinds.typed_as_device``).
       float8: what products with it may be in (``Precision.products``); None otherwise.
       summed: the dimensions that these sum over, counted from the end.
+      packed: the dimension along which bytes of four-bit values have two each, counted
+        from the end; None if it is not gathered in these.
       gradient_only: whether the parameter is not gathered, and zeros take the gradient
         of a weight that is made otherwise (``jshard.float8.weights``).
     """
@@ -63,6 +65,7 @@ class Placement:
     hosted: bool = False
     float8: str | None = None
     summed: tuple[int, ...] = ()
+    packed: int | None = None
     gradient_only: bool = False
     four_bit: FourBit | None = None
     decoded_to: Any = None

@@ -15,7 +15,7 @@ from jshard.fit.hardware import FITTED, Constants, short_name
 from jshard.fit.memory_choice import Traced, check_stages, fit, is_open
 from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan import hlo
-from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX, MXFP8
+from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX, MXFP8, NVFP4
 from jshard.plan.cost.ticks import Pipeline, pipeline_of
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
@@ -71,6 +71,7 @@ class Plan:
         dtype = "float32" if flops[FLOAT32] > flops[MATRIX] else "bf16"
         dtype = "float8" if flops[FLOAT8] else dtype
         dtype = "mxfp8" if flops[MXFP8] else dtype
+        dtype = "nvfp4" if flops[NVFP4] else dtype
         experts = " with experts" if has_experts(self.program.jaxpr) else ""
         return f"{dtype}{experts} on {short_name(gpu.name)}"
 

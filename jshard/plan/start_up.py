@@ -148,6 +148,7 @@ def _products(jaxpr: core.Jaxpr) -> Iterator[tuple[Any, int, int]]:
         if eqn.primitive.name in ("dot_general", "block_scaled_dot"):
             (over, _), _ = eqn.params.get("dimension_numbers", _OF_ROWS)
             depth = math.prod(eqn.invars[0].aval.shape[d] for d in over)
+            depth = eqn.params.get("depth", depth)  # bytes may have two values
             yield eqn, 2 * times * depth * eqn.outvars[0].aval.size, times
 
 

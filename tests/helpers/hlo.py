@@ -147,6 +147,16 @@ def calls(text: str) -> Counter[str]:
     return found
 
 
+def dtypes_of(text: str, target: str) -> set[str]:
+    """The dtypes of both operands of a library's products."""
+    return {
+        array.dtype
+        for x in _runs(text)
+        if x.instruction.target == target
+        for array in x.computation.given(x.instruction)[:2]
+    }
+
+
 def aliased(text: str) -> set[int]:
     """The numbers of the parameters whose memory an output takes over."""
     header = text[: text.index("\n")]

@@ -18,7 +18,8 @@ from jax import lax
 import hlo
 import jshard
 from decoder import Sizes, lower_update, make_decoder, make_fsdp, values_like
-from jshard.optim.bf16_moments import random_bits, round_to_bf16
+from jshard.collectives.random_bits import random_bits
+from jshard.optim.bf16_moments import round_to_bf16
 from jshard.optim.update import update
 from jshard.optim.whole_layers import sharded_update
 

@@ -147,6 +147,8 @@ def test_attention_that_is_kept_is_not_computed_again(remat, times):
         ("float8", "h100", "__cublas$lt$matmul$f8"),
         ("mxfp8", "b200", "__cudnn$blockScaledDot"),
         ("mxfp8", "gb300", "__cudnn$blockScaledDot"),
+        ("nvfp4", "b200", "__cudnn$blockScaledDot"),
+        ("nvfp4", "gb300", "__cudnn$blockScaledDot"),
     ],
 )
 def test_all_products_of_a_layer_are_the_library_s_float8_ones(
@@ -162,16 +164,24 @@ def test_all_products_of_a_layer_are_the_library_s_float8_ones(
     calls = hlo.calls(text)
     assert calls.pop(target) == layers * a_layer
     others = {x: n for x, n in calls.items() if "gemm" in x or "matmul" in x}
-    assert sum(others.values()) == 3  # the head's
-    # Weights are gathered in bytes, and nothing dequantizes them.
+    four_bits = products == "nvfp4"
+    # The head's, and the rotations of 4 inputs and 7 gradients.
+    assert sum(others.values()) == 3 + (11 * layers if four_bits else 0)
+    if products != "float8":
+        multiplied = "f4e2m1fn" if four_bits else "f8e4m3fn"
+        assert hlo.dtypes_of(text, target) == {multiplied}
+    # Weights are gathered in bytes, or two a byte, and nothing dequantizes them.
     matrices = 2 * width**2 + 2 * width * width // 2 + 3 * width * hidden
     gathered = [c for c in hlo.collectives(text) if c.kind == "all-gather"]
     in_bytes = [
         (a.size, c.times) for c in gathered for a in c.results if a.bytes == a.size
     ]
     # With prefetch the backward begins with the last layer's weights.
-    assert sum(size * times for size, times in in_bytes) == (2 * layers - 1) * matrices
-    # Scales of blocks: one all-reduce of a byte for each 32 x 32 weights.
+    arrived = (2 * layers - 1) * matrices // (2 if four_bits else 1)
+    assert sum(size * times for size, times in in_bytes) == arrived
+    # Scales of blocks: one all-reduce of a byte for each 32 x 32 or 16 x 16 weights. Of
+    # four bits one more, of a byte for each of the 7 weights.
     summed = [c for c in hlo.collectives(text) if c.kind == "all-reduce"]
     scales = sum(a.size for c in summed for a in c.results if a.dtype == "u8")
-    assert scales == (layers * matrices // 1024 if products == "mxfp8" else 0)
+    of_blocks = {"mxfp8": matrices // 1024, "nvfp4": matrices // 256 + 7}
+    assert scales == layers * of_blocks.get(products, 0)

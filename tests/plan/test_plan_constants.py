@@ -46,7 +46,12 @@ def test_fitted_constants_are_the_default_and_stated_ones_have_a_name(tmp_path):
 def test_only_what_runs_confirm_has_a_range(tmp_path):
     low, high = FITTED.range_of(2.0, "bf16 on H100") or (0.0, 0.0)
     assert 1.8 <= low < 2.0 < high <= 2.22
-    confirmed_by_none = ("float8 on H200", "bf16 on B200", "mxfp8 on B200")
+    confirmed_by_none = (
+        "float8 on H200",
+        "bf16 on B200",
+        "mxfp8 on B200",
+        "nvfp4 on B200",
+    )
     for kind in (*confirmed_by_none, "bf16 with experts on H100"):
         assert FITTED.range_of(2.0, kind) is None
     assert STATED.range_of(2.0, "bf16 on H100") is None
@@ -55,11 +60,11 @@ def test_only_what_runs_confirm_has_a_range(tmp_path):
     assert find_constants(file).range_of(2.0, "float32 on a GPU") == (1.9, 2.4)
 
 
-@pytest.mark.parametrize("share", ["float8", "mxfp8"])
+@pytest.mark.parametrize("share", ["float8", "mxfp8", "nvfp4"])
 def test_products_in_float8_have_a_share_of_their_own(share):
     half = dataclasses.replace(STATED, **{share: 0.36})
     slow = dataclasses.replace(H100, constants=half)
-    kinds = ("matrix product", "float8 product", "MXFP8 product")
+    kinds = ("matrix product", "float8 product", "MXFP8 product", "NVFP4 product")
     for kind in kinds:
         factor = 2 if kind.lower().startswith(share) else 1
         product = Work(kind, 1e15, 0)
@@ -85,6 +90,22 @@ ENTRY %main (x: f8e4m3fn[256,128]) -> bf16[256,512] {
     found = work(module, module.entry, module.instructions["y"])
     assert (found.kind, found.flops) == ("MXFP8 product", 2 * 256 * 512 * 128 / 2)
     assert found.bytes == (256 + 512) * (128 + 4) + 2 * 256 * 512
+    # In four bits, with a scale for each 16, at four times the rate or six.
+    text = text.replace("f8e4m3fn", "f4e2m1fn").replace("f8e8m0fnu", "f8e4m3fn")
+    text = text.replace("256,4]", "256,8]").replace("512,4]", "512,8]")
+    module = parse(text.replace("TARGET", target))
+    found = work(module, module.entry, module.instructions["y"])
+    assert (found.kind, found.flops) == ("NVFP4 product", 2 * 256 * 512 * 128 / 4)
+    assert found.bytes == (256 + 512) * (64 + 8) + 2 * 256 * 512
+    large = found._replace(flops=1e15)
+    b200, b300, gb200, gb300 = (
+        large.seconds(GPUS[kind]) - GPUS[kind].constants.launch
+        for kind in ("b200", "b300", "gb200", "gb300")
+    )
+    # 9, 13.5, 10 and 15 PFLOP/s.
+    assert [b200 / x for x in (b300, gb200, gb300)] == pytest.approx(
+        [1.5, 10 / 9, 5 / 3]
+    )
 
 
 def test_times_follow_the_constants():

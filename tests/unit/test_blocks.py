@@ -9,48 +9,27 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import jshard
-from jshard.collectives.quantized import power_of_two
-from jshard.float8 import blocks
+from jshard.collectives.quantized import exponents, power_of_two, to_float8
+from jshard.float8 import blocks, formats
 from jshard.fsdp import checks
 from jshard.plan.start_up import describe, traffic
+from multiplied import (
+    HIDDEN,
+    LAYERS,
+    NARROW,
+    WIDTH,
+    gradients,
+    inputs,
+    reference,
+    relative,
+    rounding_product,
+    traced,
+)
 
-LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 24, 32, 128, 160
 MXFP8 = jshard.Precision(products="mxfp8")
-
-
-class Layer(nnx.Module):
-    """Each kind of product, on weights that 8 devices divide within blocks."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.general = nnx.LinearGeneral(WIDTH, (4, 32), use_bias=False, rngs=rngs)
-        self.mixed = nnx.Einsum("btnh,nhd->tbd", (4, 32, WIDTH), rngs=rngs)
-        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
-        normal = nnx.initializers.normal(0.05)
-        self.down = nnx.Param(normal(rngs.params(), (HIDDEN, WIDTH)), matmul=True)
-        self.narrow = nnx.Linear(WIDTH, WIDTH + 16, use_bias=False, rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        y = self.mixed(jnp.tanh(self.general(x_BTD))).swapaxes(0, 1)
-        h = jax.nn.gelu(self.up(x_BTD + y))
-        y = x_BTD + jshard.nn.matmul(h, self.down)
-        return y + self.narrow(y)[..., :WIDTH]
-
-
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = jshard.Stack(Layer, LAYERS, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.layers(x)
-
-
-def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
-    return jshard.Mean(jnp.sum(model(x) ** 2), x.size)
 
 
 # The reference, in NumPy. A block's scale and values, as the specification has them.
@@ -91,12 +70,12 @@ def numbers() -> np.ndarray:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_number_is_that_of_the_specification(dtype):
     x = jnp.asarray(numbers(), dtype)
-    found, scales = jax.jit(blocks.in_rows)(x)
-    for row, (values, exponents) in enumerate(zip(found, scales, strict=True)):
+    found, scales, _ = jax.jit(formats.mxfp8_rows)(x)
+    for row, (values, of_row) in enumerate(zip(found, scales, strict=True)):
         for block in range(2):
             at = slice(32 * block, 32 * block + 32)
             want, exponent = scaled(np.asarray(x[row, at], np.float32))
-            assert int(exponents[block]) - 127 == exponent
+            assert int(of_row[block]) - 127 == exponent
             got = np.asarray(values[at]).view(np.uint8)
             np.testing.assert_array_equal(got, want.view(np.uint8))
 
@@ -104,7 +83,7 @@ def test_each_number_is_that_of_the_specification(dtype):
 def test_what_is_not_finite_stays_so_and_changes_no_other_block():
     x = numbers()
     x[3, 5], x[4, 40] = np.inf, np.nan
-    values, scales = blocks.in_rows(jnp.asarray(x))
+    values, scales, _ = formats.mxfp8_rows(jnp.asarray(x))
     y = values.astype(jnp.float32) * power_of_two(scales).repeat(32, axis=1)
     bad = np.asarray(np.isnan(y))
     assert bad[3, :32].all()
@@ -120,11 +99,12 @@ def test_three_products_are_those_of_what_was_rounded(tokens):
     dy = rng.normal(size=(tokens, 64))
     x, w, dy = (a.astype(np.float32) for a in (x, w, dy))
     tiles = np.abs(w).reshape(4, 32, 2, 32).max((1, 3))
-    scales = blocks.exponents(jnp.asarray(tiles))
-    values = blocks.to_float8(jnp.asarray(w), scales, jnp.float8_e4m3fn)
+    scales = exponents(jnp.asarray(tiles))
+    values = to_float8(jnp.asarray(w), scales, jnp.float8_e4m3fn)
+    weight = values, scales, None
 
     def run(x: jax.Array, zeros: jax.Array) -> jax.Array:
-        return blocks.product("ti,io->to", x, values, scales, zeros)
+        return blocks.product("ti,io->to", "mxfp8", x, weight, zeros)
 
     y, backward = jax.vjp(run, jnp.asarray(x), jnp.zeros_like(w))
     dx, dw = backward(jnp.asarray(dy))
@@ -139,57 +119,12 @@ def test_three_products_are_those_of_what_was_rounded(tokens):
 # The same program on any number of devices.
 
 
-def inputs(examples: int = EXAMPLES) -> np.ndarray:
-    shape = (examples, TIME, WIDTH)
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-
-
-def gradients(fsdp: jshard.FSDP) -> tuple[dict, dict, jax.Array]:
-    """(parameters, gradients, loss) of a step, by name."""
-    tx = optax.sgd(1.0)
-    state = fsdp.init(Model, tx)
-    before = nnx.to_pure_dict(fsdp.fetch(state.params))
-    state, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(inputs()))
-    after = nnx.to_pure_dict(fsdp.fetch(state.params))
-    return before, jax.tree.map(np.subtract, before, after), metrics["loss"]
-
-
-@jax.custom_vjp
-def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-    return _rounded(x, 1, 32) @ _rounded(w, 32, 32)
-
-
-def _rounded(x: jax.Array, *sides: int) -> jax.Array:
-    result = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return jax.pure_callback(lambda x: rounded(np.asarray(x), *sides), result, x)
-
-
-def _backward(saved: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
-    dw = _rounded(x, 32, 1).T @ _rounded(dy, 32, 1)
-    return _rounded(dy, 1, 32) @ _rounded(w, 32, 32).T, dw
-
-
-multiply.defvjp(lambda x, w: (multiply(x, w), (x, w)), _backward)
-
-
-def reference(params: Any, x_BTD: np.ndarray) -> tuple[Any, Any]:
-    """Loss and gradients on one device, without jshard."""
-
-    def layer(p: Any, x: jax.Array) -> jax.Array:
-        h = jnp.tanh(multiply(x, p["general"]["kernel"].reshape(WIDTH, WIDTH)))
-        y = multiply(h, p["mixed"]["kernel"].reshape(WIDTH, WIDTH))
-        h = jax.nn.gelu(multiply(x + y, p["up"]["kernel"]))
-        y = x + multiply(h, p["down"])
-        return y + (y @ p["narrow"]["kernel"])[..., :WIDTH]
-
-    def loss(params: Any) -> jax.Array:
-        x = jnp.asarray(x_BTD.reshape(-1, WIDTH))
-        for i in range(LAYERS):
-            x = layer(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x)
-        return jnp.sum(x**2) / x.size
-
-    return jax.value_and_grad(loss)(params)
+multiply = rounding_product(
+    of_x=lambda x: rounded(x, 1, 32),
+    of_w=lambda w: rounded(w, 32, 32),
+    of_dy=lambda dy: rounded(dy, 1, 32),
+    of_tokens=lambda x, dy: (rounded(x, 32, 1), rounded(dy, 32, 1)),
+)
 
 
 @pytest.mark.quick("one", "three", "eight")
@@ -211,21 +146,9 @@ def test_a_step_is_that_of_one_device(devices, knobs):
     mesh = jshard.make_mesh(devices=jax.devices()[:devices], **mesh)
     params, grads, loss = gradients(jshard.FSDP(mesh, policy))
     # Blocks along tokens are whole on each device, so nothing depends on their number.
-    want_loss, want = reference(params, inputs())
+    want_loss, want = reference(params, inputs(), multiply, jnp.matmul)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
-
-    def check(path: Any, got: Any, want: Any) -> None:
-        error = np.linalg.norm(got - want) / np.linalg.norm(want)
-        assert error < 1e-3, f"{jax.tree_util.keystr(path)}: {error}"
-
-    jax.tree_util.tree_map_with_path(check, grads, want)
-
-
-def traced(fsdp: jshard.FSDP) -> tuple[Any, jshard.TrainState, Any]:
-    tx = optax.sgd(1.0)
-    state, step = fsdp.abstract_state(Model, tx), fsdp.train_step(loss_fn, tx)
-    x = jax.ShapeDtypeStruct((EXAMPLES, TIME, WIDTH), jnp.float32)
-    return step.trace(state, x), state, step
+    assert max(jax.tree.leaves(relative(grads, want))) < 1e-3, relative(grads, want)
 
 
 @pytest.mark.parametrize("remat", ["dots", "none"])
@@ -243,7 +166,7 @@ def test_weights_arrive_in_bytes_and_their_scales_once(remat):
     assert exponents.wire_bytes == 2 * LAYERS * matrices // 1024 * 7 // 8
     # A side of 144 fits float8, and no blocks: it stays in float32.
     plain = found["all-gather", "float32"]
-    assert plain.wire_bytes == 2 * LAYERS * WIDTH * (WIDTH + 16) * 4 * 7 // 8
+    assert plain.wire_bytes == 2 * LAYERS * WIDTH * NARROW * 4 * 7 // 8
 
 
 def test_modules_of_a_layer_multiply_in_float8_in_mxfp8_and_in_neither():
@@ -270,7 +193,7 @@ def test_the_start_up_note_counts_products_in_blocks():
     _, state, step = traced(fsdp)
     note = describe(fsdp, state, inputs(), step)
     matrices = 2 * WIDTH**2 + 2 * WIDTH * HIDDEN
-    part = matrices / (matrices + WIDTH * (WIDTH + 16))
+    part = matrices / (matrices + WIDTH * NARROW)
     assert f"{part:.0%} of the FLOPs of products with weights" in note
 
 
@@ -290,18 +213,24 @@ def mesh_of(kind: str, capability: str) -> Any:
         ("AMD Instinct MI300X", "gfx942", "has gfx942; use products=None"),
     ],
 )
+@pytest.mark.parametrize("products", ["mxfp8", "nvfp4"])
 def test_a_gpu_that_has_no_such_products_is_refused_in_one_line(
-    kind, capability, instead
+    products, kind, capability, instead
 ):
-    policy = jshard.Policy(precision=MXFP8)
+    policy = jshard.Policy(precision=jshard.Precision(products=products))
     with pytest.raises(jshard.UserError, match=re.escape(instead)) as error:
         checks.check_precisions(policy, mesh_of(kind, capability))
-    assert str(error.value).startswith("precision.products='mxfp8' needs NVIDIA GPUs")
+    needs = f"precision.products={products!r} needs NVIDIA GPUs"
+    assert str(error.value).startswith(needs)
     assert "\n" not in str(error.value)
 
 
-def test_a_cudnn_that_has_no_such_products_is_refused_in_one_line(monkeypatch):
-    policy, mesh = jshard.Policy(precision=MXFP8), mesh_of("NVIDIA B200", "10.0")
+@pytest.mark.parametrize("products", ["mxfp8", "nvfp4"])
+def test_a_cudnn_that_has_no_such_products_is_refused_in_one_line(
+    monkeypatch, products
+):
+    policy = jshard.Policy(precision=jshard.Precision(products=products))
+    mesh = mesh_of("NVIDIA B200", "10.0")
     checks.check_precisions(policy, mesh)  # absent: the planner says which cuDNN
     monkeypatch.setattr(checks.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(checks, "cudnn_version", lambda: (9, 10))

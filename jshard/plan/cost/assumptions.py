@@ -15,6 +15,7 @@ def assumptions(constants: Constants = FITTED) -> dict[str, Any]:
         "matrix_products_of_peak": constants.matmul,
         "float8_products_of_peak": constants.float8,
         "mxfp8_products_of_peak": constants.mxfp8,
+        "nvfp4_products_of_peak": constants.nvfp4,
         "attention_of_peak": constants.attention,
         "memory_of_bandwidth": constants.memory,
         "nvlink_of_bandwidth": constants.link,
@@ -39,7 +40,8 @@ def assumed(constants: Constants = FITTED) -> str:
     return (
         f"matrix products at {constants.matmul:.0%} of the dense bf16 peak, in float8 "
         f"at {constants.float8:.0%} of twice that and in MXFP8 at "
-        f"{constants.mxfp8:.0%}, attention at "
+        f"{constants.mxfp8:.0%}, in NVFP4 at {constants.nvfp4:.0%} of the fp4 peak, "
+        "attention at "
         f"{constants.attention:.0%}, memory at {constants.memory:.0%} of its "
         f"bandwidth, NVLink at {constants.link:.0%}, "
         f"{constants.network_port / 1e9:.2f} GB/s through a port of 400 Gb/s, "

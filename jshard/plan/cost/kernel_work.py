@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jshard.fit.hardware import GPU
+from jshard.fit.hardware import FP4, GPU
 from jshard.plan.cost import convolution
 from jshard.plan.hlo import Computation, Instruction, Module
 
@@ -19,6 +19,7 @@ from jshard.plan.hlo import Computation, Instruction, Module
 UNKNOWN = "unknown kernel "
 MATRIX, FLOAT32, FLOAT8 = "matrix product", "float32 product", "float8 product"
 MXFP8 = "MXFP8 product"  # float8 with a scale for each 32 values
+NVFP4 = "NVFP4 product"  # four bits with a scale for each 16
 ATTENTION, MEMORY = "attention", "memory"
 # The constant that limits each kind.
 LIMITS = {
@@ -26,6 +27,7 @@ LIMITS = {
     FLOAT32: "matmul",
     FLOAT8: "float8",
     MXFP8: "mxfp8",
+    NVFP4: "nvfp4",
     ATTENTION: "attention",
     MEMORY: "memory",
 }
@@ -35,7 +37,7 @@ _BLOCKS = "__cudnn$blockScaledDot"
 _MATMUL = re.compile(f"matmul|gemm|{re.escape(_BLOCKS)}")
 _SLICES = ("dynamic-slice", "slice", "gather")
 # Peak of matrix products relative to bf16; float32 ones run in TF32 by default.
-_RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0}
+_RATES = {"f64": 0.068, "f32": 0.5, "s8": 2.0, "u8": 2.0, "f4e2m1fn": FP4}
 
 
 class Work(NamedTuple):
@@ -65,7 +67,8 @@ def work(module: Module, computation: Computation, x: Instruction) -> Work:
     for on_host, size in _traffic(module, computation, x):
         nbytes[on_host] += size
     kind = _kind(_dtype(module, computation, x)) if flops else MEMORY
-    kind = MXFP8 if x.target == _BLOCKS else kind
+    if x.target == _BLOCKS:
+        kind = NVFP4 if computation.given(x)[0].dtype.startswith("f4") else MXFP8
     if x.opcode == "custom-call" and not flops:
         if not x.target.startswith(_OF_LIBRARIES):
             kind = f"{UNKNOWN}{x.target}"

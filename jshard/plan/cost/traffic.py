@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jshard.fit.hardware import GPU
 from jshard.fsdp.mesh import REPLICA, names_of, shard_axes, stages_of
 from jshard.fsdp.policy import Policy, UnitPolicy
-from jshard.fsdp.precision import is_float, is_quantized
+from jshard.fsdp.precision import PRODUCTS, is_float, is_quantized
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_size
 from jshard.layout.layer_dims import layer_dims
@@ -184,13 +184,15 @@ def least(
         kept = stages > 1 and policy.unit(path).reshard_after_forward is False
         moved = shard * (shards - 1) * (1 if kept else rounds or 1)
         # Not all of a Stack's matrices are in float8, but none can be narrower.
-        float8 = place.float8 and depth and x.ndim - depth > 1
-        wire = jnp.dtype("int8" if float8 else place.gather or x.dtype)
-        add("all-gather", wire, moved)
+        float8 = place.float8 if depth and x.ndim - depth > 1 else None
+        width = PRODUCTS[float8] if float8 else 1.0  # of four bits bytes have two
+        bits = "int8" if width == 1 else "uint8"
+        wire = jnp.dtype(bits if float8 else place.gather or x.dtype)
+        add("all-gather", wire, moved * width)
         matrix = place.four_bit is not None or x.ndim - depth > 1
         if depth and matrix and rounds:
             unit, length = policy.unit(path), x.shape[depth - 1]
-            again = moved * _gathered_again(unit, length, prefetch) / length
+            again = moved * width * _gathered_again(unit, length, prefetch) / length
             group = int(unit.reshard_after_forward)
             if unit.reshard_after_forward is True:
                 add("all-gather", wire, again)

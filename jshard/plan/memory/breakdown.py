@@ -18,6 +18,7 @@ from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import GPU
 from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
 from jshard.fsdp.policy import Names, Policy
+from jshard.fsdp.precision import PRODUCTS
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
@@ -165,8 +166,8 @@ def _layer_bytes(state: TrainState, policy: Policy) -> int:
             precision = policy.precision_at(path, own.get(path))
             dtype = precision.compute or precision.gather or x.dtype
             shape = x.shape[layer_dims(variable) :]
-            float8 = precision.products is not None and len(shape) > 1
-            one_byte = float8 or four_bit_of(variable) is not None
-            width = 1 if one_byte else dtype.itemsize
-            layers[path[0], x.shape[0]] += math.prod(shape) * width
+            width = 1 if four_bit_of(variable) is not None else dtype.itemsize
+            if precision.products is not None and len(shape) > 1:
+                width = PRODUCTS[precision.products]
+            layers[path[0], x.shape[0]] += round(math.prod(shape) * width)
     return max(layers.values(), default=0)

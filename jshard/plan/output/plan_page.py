@@ -172,7 +172,7 @@ def _data(timeline: Timeline, phases: Phases) -> dict[str, Any]:
 
 
 def _kind(kind: str) -> int:
-    if LIMITS.get(kind) in ("matmul", "float8", "mxfp8"):
+    if LIMITS.get(kind) in ("matmul", "float8", "mxfp8", "nvfp4"):
         kind = MATRIX
     return KINDS.index(kind if kind in KINDS else "other collectives")
 

@@ -18,7 +18,7 @@ from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scope
 from jshard.fit.hardware import GPU, overlapped
 from jshard.fsdp.mesh import EXPERT, TENSOR, names_of, shards_of, stages_of
 from jshard.fsdp.policy import Policy
-from jshard.fsdp.precision import Precision
+from jshard.fsdp.precision import PRODUCTS, Precision
 from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_bytes, state_bytes
 from jshard.layout.specs import is_sharded, layer_dims
@@ -106,15 +106,15 @@ def memory_bound(size: StateSize, policy: Policy) -> int:
         return size.device
     if not policy.defer_scatter:
         return size.device + size.trained_shards
-    return size.device + size.trained + size.elements * _narrowest(policy)
+    return size.device + size.trained + int(size.elements * _narrowest(policy))
 
 
-def _narrowest(policy: Policy) -> int:
+def _narrowest(policy: Policy) -> float:
     """Returns the least bytes of an element of a gathered weight."""
 
-    def itemsize(p: Precision) -> int:
+    def itemsize(p: Precision) -> float:
         if p.products is not None:
-            return 1
+            return PRODUCTS[p.products]
         named = [x for x in (p.param, p.gather, p.compute) if x is not None]
         return min([jnp.dtype(x).itemsize for x in named], default=1)
 
@@ -138,7 +138,7 @@ def estimate(
     micro = policy.accumulate
     width = jnp.dtype(policy.precision.gather or jnp.float32).itemsize
     if policy.precision.products is not None:
-        width = 1
+        width = PRODUCTS[policy.precision.products]
     reshard = policy.reshard_after_forward
     gradients = size.trained_shards if micro == 1 else 0
     # Gathered weights: two layers and their gradients, or what is kept; and the root.
