@@ -16,7 +16,8 @@ compiler cannot know. Each collective reads what the previous one wrote. Inside
 branches. Outside it, XLA's partitioner may turn any operation into a collective. There,
 the operations that have their own thunk sequence (``shard_map``, loops, branches) run
 one at a time: the operations that one of them needs run before it, and all others after
-it. Values stay the same, bit for bit, apart from gradients of weights (products.py).
+it. Values stay the same, bit for bit, apart from gradients of weights, which are
+multiplied in another order (weight_products.py).
 
 GPUs do not need this: each device runs a single schedule, one thunk at a time
 (xla/backends/gpu/runtime/sequential_thunk.cc).
@@ -32,7 +33,7 @@ from jax import lax
 from jax.extend import core
 
 from jshard.compat import jaxprs
-from jshard.cpu import products
+from jshard.cpu import weight_products
 from jshard.errors import UserError
 
 # The results of a program, and the token after it.
@@ -123,7 +124,7 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
     # Variables that depend on the latest run of sums; None after another collective.
     sums: set[Any] | None = None
     here = token == 0
-    gradients = products.of_weights(jaxpr.jaxpr)
+    gradients = weight_products.of_weights(jaxpr.jaxpr)
     multiplied_there = jaxprs.made_by(gradients.values())
     for eqn in jaxpr.jaxpr.eqns:
         if not multiplied_there.isdisjoint(eqn.outvars):
@@ -153,7 +154,7 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
             elif name in _OPENED:
                 results, _ = _inside(eqn, values, token)
             elif product:
-                results = [products.transposed(product, values)]
+                results = [weight_products.transposed(product, values)]
             elif exchanges:
                 raise UserError(
                     f"collectives inside of {name} cannot be put in the one order that "
