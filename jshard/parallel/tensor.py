@@ -137,7 +137,7 @@ def own_columns(layer: _Layer, sizes: Sequence[int]) -> _Layer:
       sizes: the features of each projection.
 
     Raises:
-      UserError: "tensor" does not divide a size.
+      UserError: "tensor" does not divide a size; or the weights are in float8.
     """
     if not within_tensor_parallel():
         return layer
@@ -152,6 +152,12 @@ def own_columns(layer: _Layer, sizes: Sequence[int]) -> _Layer:
         if path[-1] == "lora_a":  # the columns are those of lora_b
             return variable
         parts, start, x = [], 0, variable.get_value()
+        if not isinstance(x, jax.Array):
+            raise UserError(
+                f"mesh: tensor={n} divides the fused projections of {list(sizes)} "
+                "features, which cannot multiply in float8; give their layer "
+                "products=None (policy.overrides)"
+            )
         for size in sizes:
             first = start + index * (size // n)
             parts.append(lax.dynamic_slice_in_dim(x, first, size // n, -1))

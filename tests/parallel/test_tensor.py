@@ -15,10 +15,11 @@ from flax import nnx
 
 import jshard
 import parity
+from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.t5 import T5, T5Config
 from jshard.models.vit import ViT, ViTConfig
 from jshard.plan.start_up import traffic
-from split_models import TIME, batch, start, trains_alike
+from split_models import TIME, batch, loss_fn, start, trains_alike
 
 CASES = {
     "llama": ("llama", True, "adamw", {"tensor": 2, "accumulate": 2}),
@@ -294,6 +295,20 @@ def test_splits_that_cannot_be_are_refused_in_one_line(splits, message):
 def test_models_that_do_not_divide_are_refused_in_one_line(model, mesh, message):
     with pytest.raises(jshard.UserError, match=message):
         start(model, **mesh)
+
+
+def test_fused_projections_in_float8_are_refused_in_one_line():
+    config = GPTConfig(
+        vocab_size=64, sequence_length=8, num_layers=1, num_heads=2, width=128
+    )
+    policy = jshard.Policy(precision=jshard.Precision(products="float8"))
+    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2), policy)
+    make, tx = (lambda rngs: GPT(config, rngs=rngs)), optax.sgd(0.1)
+    tokens = {"inputs": np.zeros((4, 8), int), "targets": np.zeros((4, 8), int)}
+    examples = fsdp.shard_batch(tokens | {"weights": np.ones((4, 8))})
+    step = fsdp.train_step(loss_fn, tx)
+    with pytest.raises(jshard.UserError, match=r"tensor=2 divides .* products=None"):
+        step.trace(fsdp.abstract_state(make, tx), examples)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context"])
