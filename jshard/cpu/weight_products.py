@@ -25,15 +25,11 @@ def of_weights(jaxpr: core.Jaxpr) -> dict[Any, Any]:
     made_by: dict[Any, Any] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     found: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "transpose" and _is_matrix(eqn.outvars[0]):
+        if eqn.params.get("permutation") == (1, 0):
             product = made_by.get(eqn.invars[0])
             if product and _sums_first(product) and read.count(eqn.invars[0]) == 1:
                 found[eqn.outvars[0]] = product
     return found
-
-
-def _is_matrix(var: Any) -> bool:
-    return var.aval.ndim == 2
 
 
 def _sums_first(eqn: Any) -> bool:
