@@ -28,7 +28,7 @@ class Dropping(nnx.Module):
     def __init__(self, experts: Any, mesh: Mesh):
         self.router, self.gate = experts.router, experts.gate
         self.up, self.down = experts.up, experts.down
-        self.chosen, self.mesh = experts.experts_per_token, mesh
+        self.chosen, self.mesh = experts.config.experts_per_token, mesh
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, None]:
         """Returns the experts' weighted outputs, and no load."""

@@ -49,9 +49,10 @@ def program(run: Run | Other, cache: Path) -> Module:
     """The compiled program of a run, from the cache if it is there."""
     path = cache / f"{re.sub('[^a-zA-Z0-9]+', '_', run.name)}.hlo.gz"
     if not path.exists():
+        text = compiled(run)
         cache.mkdir(parents=True, exist_ok=True)
         with gzip.open(path, "wt") as file:
-            file.write(compiled(run))
+            file.write(text)
     with gzip.open(path, "rt") as file:
         return hlo.parse(file.read())
 
