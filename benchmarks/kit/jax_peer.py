@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding
 
 import compiling
 import gspmd
-from jshard.cli.platform import choose_platform
 from jshard.config.run_config import Config
 from jshard.fsdp.mesh import BATCH
 from jshard.plan import tracing_for
@@ -52,8 +51,6 @@ def main() -> None:
     """Trains as it is told."""
     answer = open_answers()
     system, text = sys.argv[1:]
-    if system == "jshard":
-        choose_platform()
     job = Job(**json.loads(text))
     with open_recipe(find_recipe(job.recipe)) as recipe:
         config = job.config(recipe)

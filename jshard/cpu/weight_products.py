@@ -7,6 +7,7 @@ dimension: on one core that takes 2.7 times as long as ``x.T @ dy`` of matrices,
 the transpose of x as an array of its own (docs/log.md, 2026-11-26).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,20 +15,22 @@ import jax
 from jax import lax
 from jax.extend import core
 
+from jshard.compat import jaxprs
+
 
 def of_weights(jaxpr: core.Jaxpr) -> dict[Any, Any]:
     """Returns products of which only the transpose is read, by its variable.
 
     They are matrices, and sum over all but the last dimension of both operands.
     """
-    read: list[Any] = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
-    read = [v for v in read if not isinstance(v, core.Literal)]
+    read = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
+    reads = Counter(jaxprs.variables(read))
     made_by: dict[Any, Any] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     found: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         if eqn.params.get("permutation") == (1, 0):
             product = made_by.get(eqn.invars[0])
-            if product and _sums_first(product) and read.count(eqn.invars[0]) == 1:
+            if product and _sums_first(product) and reads[eqn.invars[0]] == 1:
                 found[eqn.outvars[0]] = product
     return found
 

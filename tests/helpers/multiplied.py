@@ -15,6 +15,18 @@ import jshard
 LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 24, 32, 128, 160
 NARROW = WIDTH + 16
 
+# Numbers of devices, replicas among them, and settings of the policy.
+MESHES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one": (1, 1, {"remat": "dots"}),
+    "two": (2, 1, {"remat": "none", "reshard_after_forward": 2}),
+    "three": (3, 1, {"remat": "full"}),
+    "six": (6, 1, {"remat": "attention"}),
+    "eight": (8, 1, {"remat": "dots", "prefetch": True}),
+    "hybrid": (8, 2, {"remat": "none"}),
+    "deferred": (8, 1, {"accumulate": 3, "defer_scatter": True}),
+    "replicated": (8, 1, {"min_shard_elements": 1 << 30}),
+}
+
 
 class Layer(nnx.Module):
     """Each kind of product, on weights that 8 devices divide within blocks."""
@@ -49,6 +61,15 @@ def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
 def inputs(examples: int = EXAMPLES) -> np.ndarray:
     shape = (examples, TIME, WIDTH)
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def on_mesh(precision: jshard.Precision, case: str) -> jshard.FSDP:
+    """One of MESHES."""
+    devices, replicas, knobs = MESHES[case]
+    settings: dict[str, Any] = {"min_shard_elements": 0} | knobs
+    policy = jshard.Policy(precision=precision, **settings)
+    mesh = jshard.make_mesh(replica=replicas, devices=jax.devices()[:devices])
+    return jshard.FSDP(mesh, policy)
 
 
 def gradients(fsdp: jshard.FSDP) -> tuple[dict, dict, jax.Array]:

@@ -19,10 +19,12 @@ from jshard.plan.start_up import describe, traffic
 from multiplied import (
     HIDDEN,
     LAYERS,
+    MESHES,
     NARROW,
     WIDTH,
     gradients,
     inputs,
+    on_mesh,
     reference,
     relative,
     rounding_product,
@@ -128,23 +130,10 @@ multiply = rounding_product(
 
 
 @pytest.mark.quick("one", "three", "eight")
-@pytest.mark.parametrize(
-    ("devices", "knobs"),
-    [
-        pytest.param(1, {"remat": "dots"}, id="one"),
-        pytest.param(2, {"remat": "none", "reshard_after_forward": 2}, id="two"),
-        pytest.param(3, {"remat": "full"}, id="three"),
-        pytest.param(8, {"remat": "dots", "prefetch": True}, id="eight"),
-        pytest.param(8, {"remat": "none", "replica": 2}, id="hybrid"),
-        pytest.param(8, {"accumulate": 3, "defer_scatter": True}, id="deferred"),
-        pytest.param(8, {"min_shard_elements": 1 << 30}, id="replicated"),
-    ],
-)
-def test_a_step_is_that_of_one_device(devices, knobs):
-    mesh = {"replica": knobs.pop("replica", 1)}
-    policy = jshard.Policy(precision=MXFP8, **{"min_shard_elements": 0} | knobs)
-    mesh = jshard.make_mesh(devices=jax.devices()[:devices], **mesh)
-    params, grads, loss = gradients(jshard.FSDP(mesh, policy))
+@pytest.mark.parametrize("case", MESHES)
+def test_a_step_is_that_of_one_device(case):
+    fsdp = on_mesh(MXFP8, case)
+    params, grads, loss = gradients(fsdp)
     # Blocks along tokens are whole on each device, so nothing depends on their number.
     want_loss, want = reference(params, inputs(), multiply, jnp.matmul)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)

@@ -17,10 +17,12 @@ from jshard.plan.start_up import describe, traffic
 from multiplied import (
     HIDDEN,
     LAYERS,
+    MESHES,
     NARROW,
     WIDTH,
     gradients,
     inputs,
+    on_mesh,
     reference,
     relative,
     rounding_product,
@@ -193,26 +195,12 @@ def test_three_products_are_those_of_what_was_rounded(tokens, packed):
 
 
 @pytest.mark.quick("three")
-@pytest.mark.parametrize(
-    ("devices", "knobs"),
-    [
-        pytest.param(1, {"remat": "dots"}, id="one"),
-        pytest.param(2, {"remat": "none", "reshard_after_forward": 2}, id="two"),
-        pytest.param(3, {"remat": "full"}, id="three"),
-        pytest.param(6, {"remat": "attention"}, id="six"),
-        pytest.param(8, {"remat": "dots", "prefetch": True}, id="eight"),
-        pytest.param(8, {"remat": "none", "replica": 2}, id="hybrid"),
-        pytest.param(8, {"accumulate": 3, "defer_scatter": True}, id="deferred"),
-        pytest.param(8, {"min_shard_elements": 1 << 30}, id="replicated"),
-    ],
-)
-def test_a_step_is_the_sum_of_what_each_device_computes(devices, knobs):
-    mesh = {"replica": knobs.pop("replica", 1)}
-    policy = jshard.Policy(precision=NVFP4, **{"min_shard_elements": 0} | knobs)
-    mesh = jshard.make_mesh(devices=jax.devices()[:devices], **mesh)
-    params, grads, loss = gradients(jshard.FSDP(mesh, policy))
+@pytest.mark.parametrize("case", MESHES)
+def test_a_step_is_the_sum_of_what_each_device_computes(case):
+    fsdp = on_mesh(NVFP4, case)
+    params, grads, loss = gradients(fsdp)
     # A position is that among a micro-batch's tokens, on which random bits depend.
-    parts = np.split(inputs(), devices * knobs.get("accumulate", 1))
+    parts = np.split(inputs(), fsdp.mesh.size * fsdp.policy.accumulate)
     by_hand = jax.jit(reference, static_argnums=(2, 3))
     found = [by_hand(params, x, product_by_hand, product_by_hand) for x in parts]
     want_loss, want = jax.tree.map(lambda *x: np.sum(x, axis=0), *found)
