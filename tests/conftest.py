@@ -37,6 +37,8 @@ if jax.__version_info__ < (0, 11):
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 
+pytest_plugins = ["rings"]
+
 # Helpers of the tests, whose assertions explain themselves like a test's own.
 pytest.register_assert_rewrite(
     "checkpoints",
@@ -58,23 +60,12 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jshard")
 
 
-def pytest_addoption(parser):
-    """.ci/run has 25 minutes: it takes a part of the slow tests."""
-    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts alone")
-
-
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks slow cases; after pytest's own selection, takes every N-th test."""
+    """Marks slow cases, before pytest selects by marks."""
     for function, cases in _cases(items).items():
         chosen = any("[" in word for word in config.args)  # not all cases are there
         _mark_slow(function, cases, all_there=not chosen)
-    yield
-    if part := config.getoption("--part"):  # each file has some in every part
-        index, count = map(int, part.split("/"))
-        kept = items[index - 1 :: count]
-        config.hook.pytest_deselected(items=[x for x in items if x not in set(kept)])
-        items[:] = kept
 
 
 def pytest_collection_finish():
@@ -85,13 +76,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
-
-
-def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Tells of a file whose tests are all slow, of which none runs by default."""
-    nothing = exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
-    if nothing and config.option.markexpr == "not slow":
-        terminalreporter.write_line("only slow tests here: pytest -m slow runs them")
 
 
 def _cases(items):
