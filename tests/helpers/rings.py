@@ -1,22 +1,22 @@
 """The rings of the suite: which tests run, and the CPU seconds that they may take.
 
-``-m core`` has a test for each promise, ``--touched`` those of the files that git says
-have changed, and the default all that are not slow. A run of a whole ring prints its CPU
-seconds. In CI it fails when they exceed the ring's limit; elsewhere a machine may be slow.
+``-m core`` has one test for each promise, ``--touched`` the tests of the files that git
+says have changed, and the default all tests that are not slow. A run of a whole ring
+prints its CPU seconds. In CI it fails when they exceed the ring's limit; elsewhere they
+are only printed, as a machine may be slow.
 """
 
 import os
+import re
 import subprocess
-import tomllib
 import zlib
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
-WHERE = TESTS / "where.toml"
+TABLE = REPOSITORY / "docs" / "architecture.md"
 # CPU seconds, of this process and all that it starts, by pytest's -m. Two cores have 90
 # in the 45 s that the first ring may take.
 LIMITS = {"core": 90, "not slow": 700}
@@ -32,7 +32,7 @@ def pytest_addoption(parser):
         const="HEAD",
         metavar="COMMIT",
         help="run the tests of the files that have changed since COMMIT (HEAD), by "
-        "tests/where.toml",
+        "the table in docs/architecture.md",
     )
 
 
@@ -72,31 +72,45 @@ def changed(commit):
       UsageError: git does not know the commit.
     """
     found = set()
-    for words in (["diff", "--name-only", commit], ["ls-files", "-o", "--exclude-standard"]):
+    for words in (
+        ["diff", "--name-only", commit],
+        ["ls-files", "-o", "--exclude-standard"],
+    ):
         command = ["git", "-C", str(REPOSITORY), *words]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise pytest.UsageError(f"--touched={commit}: {done.stderr.strip()}")
+            why = done.stderr.partition("\n")[0]
+            raise pytest.UsageError(f"--touched={commit}: {why}")
         found |= {*done.stdout.splitlines()}
     return sorted(found)
 
 
 def rows():
-    """The table of tests/where.toml."""
-    return tomllib.loads(WHERE.read_text())["row"]
+    """The table of docs/architecture.md: pairs of where to change it and its tests."""
+    table = TABLE.read_text().partition("\n## Where to change what\n")[2]
+    cells = [line.split("|")[2:4] for line in table.splitlines() if line[:1] == "|"]
+    return [
+        tuple(re.findall(r"`([\w./]+)`", cell) for cell in row) for row in cells[2:]
+    ]
 
 
 def tests_of(file):
-    """The tests of a file: its rows', or itself if it is a test."""
-    path = Path(file)
-    if path.parts[0] == "tests" and path.name.startswith("test_"):
-        return [file] if (REPOSITORY / path).exists() else []
-    return [
-        test
-        for row in rows()
-        if any(fnmatch(file, f"{where}*") for where in row["where"])
-        for test in row["tests"]
-    ]
+    """The tests of a file: its rows', its folder's, or itself if it is a test."""
+    top, *folders = Path(file).parts
+    if top == "tests":
+        found = [file] if Path(file).name.startswith("test_") else []
+    else:
+        found = [
+            test for where, tests in rows() if starts(file, where) for test in tests
+        ]
+    if top == "jshard" and len(folders) > 1:
+        found.append(f"tests/{folders[0]}")
+    return [test for test in found if (REPOSITORY / test).exists()]
+
+
+def starts(file, places):
+    """Whether one of the places is the file, or a folder that has it."""
+    return any(file == x or (x.endswith("/") and file.startswith(x)) for x in places)
 
 
 def own_seconds(children=True):
@@ -107,12 +121,12 @@ def own_seconds(children=True):
 def is_whole(config):
     """Whether all tests of a ring run."""
     options = config.option
-    narrowed = options.keyword or options.part or options.deselect or options.lf
+    narrowed = (options.keyword, options.part, options.deselect)
     return (
         config.args_source is config.ArgsSource.TESTPATHS
         and options.markexpr in LIMITS
         and CHANGED not in config.stash
-        and not narrowed
+        and not any(narrowed)
     )
 
 

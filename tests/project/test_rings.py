@@ -1,0 +1,156 @@
+"""The rings of the suite: what runs in each, and the CPU seconds that it may take."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rings
+
+REPOSITORY = Path(__file__).parents[2]
+SUITE = """
+import pytest, time
+
+def spend(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+@pytest.mark.core
+def test_promise():
+    spend(0.2)
+
+@pytest.mark.parametrize("x", range(6))
+def test_other(x):
+    spend(0.2)
+"""
+TWO_PROCESSES = ["-p", "xdist.plugin", "-n", "2"]
+INI = """
+[pytest]
+testpaths = tests
+markers =
+  core: ring 1
+  slow: nightly
+addopts = -m "not slow"
+"""
+
+
+@pytest.fixture
+def suite(tmp_path):
+    """Runs pytest in a project of two files, whose rings may take what is given."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").write_text(INI)
+    (tmp_path / "tests/test_small.py").write_text(SUITE)
+    (tmp_path / "tests/test_broken.py").write_text("import no_such_module")
+
+    def run(*words, ci="1", **limits):
+        conftest = f"import rings\nrings.LIMITS.update({limits})\n"
+        (tmp_path / "tests/conftest.py").write_text(
+            f'{conftest}pytest_plugins = ["rings"]\n'
+        )
+        environment = {
+            "PYTHONPATH": str(REPOSITORY / "tests/helpers"),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *words],
+            cwd=tmp_path,
+            env=environment | ({"CI": ci} if ci else {}),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        return done.returncode, done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("processes", [[], TWO_PROCESSES])
+def test_a_ring_that_takes_too_long_is_red_in_ci(suite, processes):
+    words = ("-m", "core", *processes)
+    code, out = suite(*words, core=0.1)
+    assert (code, "1 passed" in out) == (1, True)
+    assert "CPU seconds, of at most 0.1" in out
+    assert suite(*words, core=100)[0] == 0
+
+
+def test_elsewhere_its_seconds_are_printed_and_it_is_green(suite):
+    code, out = suite("-m", "core", ci=None, core=0.1)
+    assert (code, "CPU seconds, of at most 0.1" in out) == (0, True)
+
+
+def test_the_seconds_of_all_processes_count(suite):
+    ignored = ("--ignore=tests/test_broken.py",)  # leaves the run whole
+    code, out = suite(*TWO_PROCESSES, *ignored, **{"not slow": 1.3})
+    assert (code, "7 passed" in out) == (1, True), out
+
+
+def test_part_of_a_ring_is_held_to_nothing(suite):
+    for words in (["-k", "promise"], ["--part=1/1"], ["tests/test_small.py"]):
+        code, out = suite("-m", "core", *words, core=0.0)
+        assert (code, "CPU seconds" in out) == (0, False), words
+
+
+def test_ring_1_imports_only_files_that_have_a_test_in_it(suite):
+    assert suite("-m", "core", core=100)[0] == 0  # test_broken.py is there
+    assert suite()[0] == 2
+
+
+def test_each_test_is_in_one_part_whatever_other_tests_there_are(suite):
+    def ids(*words):
+        out = suite("--collect-only", "tests/test_small.py", *words)[1]
+        return {line for line in out.splitlines() if "::" in line}
+
+    parts = [ids("--part=1/2"), ids("--part=2/2")]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 7
+    assert all(parts)
+    assert ids("--part=1/2", "-k", "2 or promise") <= parts[0]
+
+
+def python_files():
+    folders = ("jshard", "models", "train")
+    files = (path for name in folders for path in (REPOSITORY / name).rglob("*.py"))
+    names = {str(path.resolve().relative_to(REPOSITORY)) for path in files}
+    return sorted(names - {"jshard/float8/__init__.py"})
+
+
+@pytest.mark.parametrize("file", ["jshard/unit/stack.py", "models/gpt.py", "README.md"])
+def test_a_change_touches_the_tests_that_the_table_names(file):
+    found = rings.tests_of(file)
+    expected = {
+        "jshard/unit/stack.py": {
+            "tests/unit", "tests/test_parity.py", "tests/unit/test_schedules.py",
+            "tests/collectives/test_collectives.py", "tests/unit/test_closed_form.py",
+        },
+        "models/gpt.py": {"tests/recipes/"},
+        "README.md": {"tests/docs/"},
+    }  # fmt: skip
+    assert {*found} == expected[file]
+
+
+def test_every_file_has_tests_that_are_there():
+    assert len(python_files()) > 300
+    assert [file for file in python_files() if not rings.tests_of(file)] == []
+    for where, tests in rings.rows():
+        for path in (*where, *tests):
+            assert (REPOSITORY / path).exists(), path
+
+
+def test_a_changed_test_is_its_own():
+    assert rings.tests_of("tests/unit/test_units.py") == ["tests/unit/test_units.py"]
+    assert rings.tests_of("tests/test_gone.py") == []
+    assert rings.tests_of("tests/conftest.py") == []
+
+
+def test_a_commit_that_git_does_not_know_is_one_line():
+    with pytest.raises(pytest.UsageError, match=r"^--touched=nothing: fatal: [^\n]*$"):
+        rings.changed("nothing")
+
+
+def test_ring_1_has_about_forty_tests():
+    files = [
+        x for x in (REPOSITORY / "tests").rglob("test_*.py") if x != Path(__file__)
+    ]
+    marks = sum(file.read_text().count("pytest.mark.core") for file in files)
+    assert 35 <= marks <= 50
