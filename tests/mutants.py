@@ -23,8 +23,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cosmic_ray.work_db import use_db
-from cosmic_ray.work_item import WorkItem, WorkResult
+from cosmic_ray.work_db import use_db  # pyright: ignore[reportMissingImports]
+from cosmic_ray.work_item import (  # pyright: ignore[reportMissingImports]
+    WorkItem,
+    WorkResult,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 EQUAL = REPOSITORY / "tests" / "equal_mutants.txt"
@@ -142,7 +145,7 @@ def equal() -> dict[str, str]:
 
 def change_of(diff: str) -> str:
     """The lines of a diff that say what was changed, and in which file."""
-    file = re.search(r"^--- a?/?.*?(jshard/\S+)", diff, re.M)[1]
+    (file,) = re.findall(r"^--- .*?(jshard/\S+)", diff, re.M)
     lines = [
         x for x in diff.splitlines() if x[:1] in "+-" and x[:3] not in ("+++", "---")
     ]
@@ -167,7 +170,7 @@ def report(sessions: Path, rooms: list[str]) -> int:
 
 def main() -> None:
     """Makes the mutants of the rooms, two rooms at a time."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Scores small mistakes by room.")
     parser.add_argument("rooms", nargs="*", default=ROOMS, help="folders of jshard/")
     parser.add_argument("--count", type=int, default=50, help="mutants per room")
     parser.add_argument("--seed", type=int, default=0)
