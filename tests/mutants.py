@@ -48,11 +48,26 @@ CONFIG = """
 module-path = {modules}
 timeout = {timeout}
 excluded-modules = []
-test-command = "{command}"
+test-command = {command}
 [cosmic-ray.distributor]
 name = "local"
 """
 SECONDS = 600  # of one mutant; one that takes longer hangs, which is red, too
+# A mutant of code that deletes files deletes others: one has removed /etc. So they run
+# where every file system is read-only but their copy.
+JAIL = """set -e
+mount --bind "$1" "$1"
+while read -r _ place type _; do
+  case "$place $type" in
+    "$1 "* | "/dev/"* | *" proc" | *" sysfs" | *" cgroup"* | *" dev"*) ;;
+    *) mount -o remount,bind,ro "$place" ;;
+  esac
+done </proc/self/mounts
+export TMPDIR="$1/.tmp"
+mkdir -p "$TMPDIR"
+shift
+exec "$@"
+"""
 
 
 def copy_to(folder: Path) -> None:
@@ -62,6 +77,32 @@ def copy_to(folder: Path) -> None:
     for name in filter(None, names.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
+
+
+def jailed(folder: Path, command: list[str]) -> list[str]:
+    """A command that can write below a folder only; Linux does it without privileges."""
+    namespaces = ["unshare", "--user", "--map-root-user", "--mount"]
+    return [*namespaces, "sh", "-c", JAIL, "sh", str(folder), *command]
+
+
+def check_jail(folder: Path) -> None:
+    """Tries to write within the jail, and outside of it.
+
+    Raises:
+      SystemExit: what must not be written can be, or the jail cannot be made.
+    """
+    places = [folder, folder.parent, REPOSITORY, Path.home()]
+    files = [place / f".written-{folder.name}" for place in places]
+    command = jailed(folder, ["sh", "-c", 'touch "$@"; :', "sh", *map(str, files)])
+    done = subprocess.run(command, capture_output=True, text=True)
+    written = [file for file in files if file.exists()]
+    for file in written:
+        file.unlink()
+    if written != files[:1]:
+        raise SystemExit(
+            "mutants can delete any file, and cannot be confined to a folder here by "
+            f"unshare --user --mount: {done.stderr.strip() or written}"
+        )
 
 
 def test_command(room: str) -> list[str]:
@@ -116,14 +157,19 @@ def make(folder: Path, room: str, session: Path, count: int, seed: int) -> None:
     Raises:
       SystemExit: the room's tests fail without any mutant.
     """
-    command = test_command(room)
+    check_jail(folder)
+    command = jailed(folder, test_command(room))
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"tests/{room} fails as it is:\n{done.stdout[-2000:]}")
     files = sorted((folder / "jshard" / room).rglob("*.py"))
     modules = json.dumps([str(file.relative_to(folder)) for file in files])
     config = folder / f"{room}.toml"
-    words = {"modules": modules, "command": shlex.join(command), "timeout": SECONDS}
+    words = {
+        "modules": modules,
+        "command": json.dumps(shlex.join(command)),
+        "timeout": SECONDS,
+    }
     config.write_text(CONFIG.format(**words))
     tool = [sys.executable, "-m", "cosmic_ray.cli"]
     if session.exists():
