@@ -80,7 +80,7 @@ def copy_to(folder: Path) -> None:
 
 
 def jailed(folder: Path, command: list[str]) -> list[str]:
-    """A command that can write below a folder only; Linux does it without privileges."""
+    """A command that can write below a folder only; on Linux, without privileges."""
     namespaces = ["unshare", "--user", "--map-root-user", "--mount"]
     return [*namespaces, "sh", "-c", JAIL, "sh", str(folder), *command]
 
