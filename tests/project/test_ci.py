@@ -68,14 +68,13 @@ def stages(tmp_path):
         mock.patch.dict(os.environ, exported),
         mock.patch.dict(sys.modules, {"nox": nox}),
         mock.patch.object(sys, "path", [*sys.path]),
-        # A copy that .ci/run tests has no history.
-        mock.patch("subprocess.check_output", return_value="1a\n"),
+        mock.patch("subprocess.check_output", return_value="1a\n") as git,
     ):
         sys.modules.pop("stages", None)
-        os.environ.pop("CI_COMMIT", None)
+        os.environ.pop("CI_RUN", None)
         found = runpy.run_path(str(NOXFILE))
         vars(sys.modules["stages"])["MADE"] = tmp_path
-        yield SimpleNamespace(**found)
+        yield SimpleNamespace(**found, git=git)
 
 
 def sessions() -> dict[str, ast.FunctionDef]:
@@ -116,23 +115,23 @@ def test_each_session_says_in_a_line_what_it_is():
         assert re.fullmatch(r"[A-Z].{10,70}\.", text), name
 
 
-def test_the_copy_knows_its_commit():
-    known = RUN.index("CI_COMMIT=$(git rev-parse HEAD)\nexport CI_COMMIT\n")
-    assert known < RUN.index('cd "$work/checkout"') < RUN.index("\nrow ")
+def test_the_copy_is_of_its_commit_and_takes_turns():
+    known = RUN.index('git clone --quiet --shared --no-checkout . "$work/checkout"\n')
+    turns = RUN.index("\nexport CI_RUN=1")
+    assert known < RUN.index('\ncd "$work/checkout"') < turns < RUN.index("\nrow ")
 
 
 def test_a_part_follows_from_the_commit(stages):
     def slow(commit):
-        os.environ["CI_COMMIT"] = commit
+        stages.git.return_value = f"{commit}\n"
         stages.slow(session := Session())
         [(part, count)] = session.parts()
         assert count == 24
         return part
 
     taken = [slow(commit) for commit in COMMITS]
-    assert taken == [
-        slow(f"{commit}\n") for commit in COMMITS
-    ]  # again, as git prints it
+    assert taken == [slow(commit) for commit in COMMITS]
+    assert stages.git.call_args.args[0][-2:] == ["rev-parse", "HEAD"]
     assert len({*taken}) > 12  # 15 are expected
     assert [slow(f"{i:040x}") for i in range(25)] == [*range(1, 25), 1]
 
@@ -148,7 +147,7 @@ def test_every_part_is_of_the_commit(stages):
     text = NOXFILE.read_text()
     assert text.count("--part=") == text.count("{session.posargs[0]}") == 1
     for commit in COMMITS[:4]:
-        os.environ["CI_COMMIT"] = commit
+        os.environ["CI_RUN"], stages.git.return_value = "1", commit
         stages.h100(session := Session())
         stages.buckets(session)
         stages.huggingface(session)
@@ -163,7 +162,7 @@ def test_every_part_is_of_the_commit(stages):
 
 def test_a_long_stage_runs_for_one_of_four_commits(stages):
     for commit in COMMITS:
-        os.environ["CI_COMMIT"] = commit
+        os.environ["CI_RUN"], stages.git.return_value = "1", commit
         ran = [name for name in LONG if not skipped(vars(stages)[name])]
         assert len(ran) == 1
         assert (
