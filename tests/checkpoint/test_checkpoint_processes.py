@@ -75,6 +75,7 @@ def test_what_two_processes_saved_comes_back_in_one(mesh, saved):
     assert restore_step(saved, mesh) == 2
 
 
+@pytest.mark.quick("(2, 4)", "(8, 1)")
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (8, 1)], ids=str)
 def test_what_two_processes_saved_comes_back_in_two(mesh, saved, pair):
     assert pair.call(restore_step, saved, mesh) == [2, 2]

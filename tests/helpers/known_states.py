@@ -3,6 +3,7 @@
 So every process can make its shards, and compare them, by itself.
 """
 
+import functools
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from jshard.checkpoint.step_folders import find_steps
 FILES = {"description.json", "manifest.json", "state"}
 
 
+@functools.cache
 def abstract(replica: int = 1, fsdp: int = 8) -> jshard.TrainState:
     return make_fsdp(replica, fsdp).abstract_state(Model, OPTIMIZER)
 
