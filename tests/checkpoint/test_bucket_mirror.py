@@ -9,7 +9,7 @@ from bucket_servers import Folder, running
 from bucket_steps import Written
 from jshard.checkpoint import manifest
 from jshard.checkpoint.buckets import mirror, step_list
-from jshard.checkpoint.buckets.objects import Objects
+from jshard.checkpoint.buckets.objects import BucketError, Objects
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import UserError
 
@@ -99,6 +99,33 @@ def test_a_url_may_be_that_of_a_run_of_checkpoints_or_of_a_step(there, tmp_path)
     with pytest.raises(UserError, match="/nothing holds no checkpoint"):
         mirror.on_disk(f"{there.url}/nothing")
     assert mirror.on_disk("~/a") == Path("~/a").expanduser()
+
+
+@pytest.mark.parametrize("name", ["..", ".", "-12", "..-ab"])
+def test_no_folder_but_its_own_is_emptied_for_a_step(name, monkeypatch):
+    emptied = []
+    monkeypatch.setattr(
+        mirror, "_fetch_step", lambda step, local: emptied.append(local)
+    )
+    monkeypatch.setattr(Objects, "read", lambda self, path: (b"{}", b""))
+    with pytest.raises(UserError, match="is not the name of a file in the folder"):
+        mirror.on_disk(f"s3://bucket/run/{name}")
+    assert emptied == []
+    step = mirror.on_disk("s3://bucket/run/12-ab/")
+    assert emptied == [step]
+    assert step.name == "12"
+    assert step.parent.name.startswith("jshard-s3-bucket-run-12-ab-")
+
+
+def test_what_cannot_be_fetched_is_told(there, tmp_path, monkeypatch):
+    Written(there, tmp_path / "c").save(1)
+
+    def refuse(step: Objects, local: Path) -> None:
+        raise BucketError("access denied", step.url)
+
+    monkeypatch.setattr(mirror, "_fetch_step", refuse)
+    with pytest.raises(BucketError, match="access denied"):
+        mirror.fetch_steps(there, tmp_path / "local")
 
 
 def test_a_temporary_folder_is_named_after_its_url():
