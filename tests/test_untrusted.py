@@ -27,7 +27,7 @@ from jshard.hub.safetensors_file import find_tensors
 from jshard.hub.safetensors_write import SINGLE
 
 REPOSITORY = Path(__file__).parents[1]
-QUICK, MANY = 40, 400
+QUICK, MANY = 15, 400
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -119,18 +119,22 @@ RUNS_CODE = {
     "yaml.load", "yaml.unsafe_load", "eval", "exec", "shelve.open",
     "pd.read_pickle", "cloudpickle.loads", "dill.loads",
 }  # fmt: skip
+PICKLES = ("allow_pickle", "weights_only")
 
 
 def test_no_file_is_unpickled_or_evaluated():
     found = []
+    words = [*PICKLES, *(f"{name}(" for name in RUNS_CODE)]
     for room in ("jshard", "models", "train"):
         for file in (REPOSITORY / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
+            text = file.read_text()
+            if not any(word in text for word in words):
+                continue  # to parse all takes a second
+            for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call):
                     name = ast.unparse(node.func)
                     pickles = any(
-                        word.arg in ("allow_pickle", "weights_only")
-                        and ast.unparse(word.value) != "False"
+                        word.arg in PICKLES and ast.unparse(word.value) != "False"
                         for word in node.keywords
                     )
                     if name in RUNS_CODE or pickles:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bucket_servers import BUCKET, GCS, S3, Proxy, Server, free_port, running
+from bucket_servers import BUCKET, GCS, S3, Folder, Proxy, Server, free_port, running
 from jshard.checkpoint.buckets.arrays import on_host
 from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.buckets.objects import Objects
@@ -31,11 +31,17 @@ def server(request, tmp_path_factory):
         yield server
 
 
+@pytest.fixture(scope="module", params=[Folder, S3, GCS])
+def store(request, tmp_path_factory):
+    with running(request.param, tmp_path_factory.mktemp("store")) as server:
+        yield server
+
+
 @pytest.fixture
-def url(server, request) -> str:
+def url(store, request) -> str:
     """The URL of a run that does not exist yet."""
     name = re.sub(r"\W+", "-", request.node.name)
-    return f"{server.url}/{name}"
+    return f"{store.url}/{name}"
 
 
 def save(url: str, *steps: int, **options) -> list[Save]:

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import pkgutil
 import resource
 import shutil
 import signal
@@ -29,7 +27,14 @@ from checkpoints import flip_bit, make_fsdp, small_disk
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.step_folders import find_steps
-from known_states import abstract, check_whole, make_state, restore_step, save_steps
+from known_states import (
+    abstract,
+    check_whole,
+    make_state,
+    restore_step,
+    save_and_die,
+    save_steps,
+)
 from processes import Processes
 
 
@@ -52,6 +57,7 @@ def saved(pair, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.core
 def test_two_processes_leave_whole_checkpoints_and_nothing_else(saved):
     assert sorted(path.name for path in saved.iterdir()) == ["1", "2"]
     for step in ("1", "2"):
@@ -70,11 +76,14 @@ def test_one_process_writes_the_manifest(pair, tmp_path):
     assert pair.call(manifests_written, tmp_path) == [1, 0]
 
 
-@pytest.mark.parametrize("mesh", [(1, 8), (1, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(1, 8), (1, 2), pytest.param((2, 4), marks=pytest.mark.core)], ids=str
+)
 def test_what_two_processes_saved_comes_back_in_one(mesh, saved):
     assert restore_step(saved, mesh) == 2
 
 
+@pytest.mark.quick("(2, 4)", "(8, 1)")
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (8, 1)], ids=str)
 def test_what_two_processes_saved_comes_back_in_two(mesh, saved, pair):
     assert pair.call(restore_step, saved, mesh) == [2, 2]
@@ -215,24 +224,6 @@ def test_both_processes_refuse_what_none_may_use(saved, pair, tmp_path):
 
 
 # Death.
-
-
-def save_and_die(folder: Path, victim: int, moment: str) -> None:
-    state = make_state(abstract(1, 2))
-    checkpointer = Checkpointer(folder)
-    checkpointer.save(state)
-    checkpointer.wait()
-
-    def die(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if jax.process_index() == victim and moment != "while arrays are written":
-        place, function = moment.rsplit(".", 1)
-        setattr(pkgutil.resolve_name(place), function, die)
-    checkpointer.save(make_state(abstract(1, 2), 2))
-    if jax.process_index() == victim and moment == "while arrays are written":
-        die()
-    checkpointer.wait()
 
 
 DEATHS = [

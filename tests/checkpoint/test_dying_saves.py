@@ -1,12 +1,13 @@
 """Saves that die at any of their system calls lose nothing, whatever they replace."""
 
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
 import random
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,14 +164,18 @@ def library(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def preloaded(library, tmp_path_factory) -> Iterator[dict[int, Processes]]:
-    """One process, and two that work together, that preload the library."""
+def preloaded(library, tmp_path_factory) -> Iterator[Callable[[int], Processes]]:
+    """Starts one process, or two that work together, that preload the library."""
     folder = tmp_path_factory.mktemp("preloaded")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LD_PRELOAD", str(library))
-        one, two = Processes(1, 1, folder), Processes(2, 1, folder)
-    with one, two:
-        yield {1: one, 2: two}
+    with contextlib.ExitStack() as started:
+
+        @functools.cache
+        def start(count: int) -> Processes:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("LD_PRELOAD", str(library))
+                return started.enter_context(Processes(count, 1, folder))
+
+        yield start
 
 
 @pytest.mark.quick("1-one that is no")
@@ -186,7 +191,7 @@ def test_a_save_leaves_whole_checkpoints_at_every_system_call(
     processes, name, preloaded, tmp_path
 ):
     (tmp_path / "copies").mkdir()
-    calls = preloaded[processes].call(
+    calls = preloaded(processes).call(
         save_watched, name, tmp_path / "checkpoints", copies=tmp_path / "copies"
     )
     assert min(calls) > 10
@@ -213,7 +218,7 @@ def test_the_next_start_may_die_too_at_every_system_call(
     else:
         (folder / "2").rename(folder / "2.replaced")
     (tmp_path / "copies").mkdir()
-    (calls,) = preloaded[1].call(tidy_watched, folder, tmp_path / "copies")
+    (calls,) = preloaded(1).call(tidy_watched, folder, tmp_path / "copies")
     check_copies(name, tmp_path / "copies", calls)
 
 

@@ -14,17 +14,18 @@ import numpy as np
 import pytest
 
 import jshard
-from checkpoints import at_step, data_file, flip_bit, make_fsdp, trained
+from checkpoints import at_step, data_file, flip_bit
 from jshard import inspect
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.cli import command
+from known_states import abstract, make_state
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    state = trained(make_fsdp(2, 4), steps=0)
+    state = make_state(abstract(2, 4))
     config = {"steps": 9, "optimizer": {"peak": 0.5}}
     with Checkpointer(folder / "checkpoints") as checkpointer:
         for step in (4, 8):
@@ -73,9 +74,7 @@ def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
 
 def test_metrics_that_are_arrays_are_numbers():
     metrics: dict[str, Any] = {"eval_loss": jnp.float32(0.125), "x": np.float64(2)}
-    about = metadata.describe(
-        trained(make_fsdp(2, 4), steps=0), config={}, metrics=metrics
-    )
+    about = metadata.describe(abstract(2, 4), config={}, metrics=metrics)
     assert about["metrics"] == {"eval_loss": 0.125, "x": 2.0}
     assert json.loads(json.dumps(about["metrics"])) == about["metrics"]
 

@@ -23,6 +23,7 @@ from jshard.checkpoint.local.exchange import _Server
 from jshard.checkpoint.local.pieces import neighbors
 from jshard.distributed.peers import Peers
 from jshard.errors import UserError
+from known_states import abstract, make_state
 from resumable import RECIPE, read_metrics, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -58,13 +59,14 @@ def check_same_shards(got: jshard.TrainState, want: jshard.TrainState) -> None:
             assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
 
 
+@pytest.mark.quick("None-1", "optimizer-2", "all-1")
 @pytest.mark.parametrize("replica", [1, 2])
 @pytest.mark.parametrize("offload", [None, "optimizer", "all"])
 def test_a_state_comes_back_bit_for_bit_where_it_was(offload, replica, tmp_path):
     """With averages, random keys, scalars and a bias that is padded."""
     policy = jshard.Policy(min_shard_elements=0, ema_decay=0.9, offload=offload)
     fsdp = make_fsdp(replica, 8 // replica, policy)
-    state = at_step(fsdp.init(Model, OPTIMIZER), 3)
+    state = make_state(fsdp.abstract_state(Model, OPTIMIZER), 3)
     (copy,) = keep(copies_of(tmp_path, fsdp), state, 3)
     assert not copy.error
     copies = copies_of(tmp_path, fsdp)
@@ -88,7 +90,7 @@ def test_frozen_parameters_are_kept_beside_adapters(tmp_path):
 def kept(tmp_path_factory) -> Path:
     """A folder with the copy of step 8, after that of step 4."""
     folder, fsdp = tmp_path_factory.mktemp("kept"), make_fsdp()
-    state = fsdp.init(Model, OPTIMIZER)
+    state = make_state(abstract())
     assert [copy.error for copy in keep(copies_of(folder, fsdp), state, 4, 8)] == [
         ""
     ] * 2
@@ -172,7 +174,7 @@ def test_too_little_room_is_refused_in_one_line(tmp_path):
 
 def test_a_full_disk_costs_a_copy_alone(tmp_path):
     fsdp = make_fsdp()
-    state = fsdp.init(Model, OPTIMIZER)
+    state = make_state(abstract())
     with small_disk(tmp_path / "memory", "64k") as memory:
         copies = copies_of(memory, fsdp)
         assert keep(copies, state, 1)[0].error == ""

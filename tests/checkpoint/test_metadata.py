@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
-from checkpoints import at_step, make_fsdp, trained
 from jshard import inspect
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
@@ -19,6 +18,7 @@ from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import UserError
 from jshard.export import export
 from jshard.trained.trained_model import _take
+from known_states import abstract, make_state
 
 KERNEL = "params.layers.linear.kernel"
 
@@ -84,7 +84,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 def saved(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     with Checkpointer(folder) as checkpointer:
-        checkpointer.save(at_step(trained(make_fsdp(2, 4), steps=0), 8))
+        checkpointer.save(make_state(abstract(2, 4), 8))
     return folder / "8"
 
 

@@ -1,4 +1,4 @@
-"""Servers of object stores on loopback, each in a process of its own."""
+"""Servers of object stores on loopback, each in a process of its own, or a folder."""
 
 import contextlib
 import functools
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+
+from jshard.checkpoint.buckets.objects import Objects
 
 BUCKET = "runs-of-tests"
 
@@ -148,6 +150,25 @@ class GCS(Server):
 
     def _make_bucket(self) -> urllib.request.Request:
         return urllib.request.Request(f"{self.endpoint}/storage/v1/b/{BUCKET}")
+
+
+class Folder(Server):
+    """No server, but a folder: TensorStore writes files conditionally, too."""
+
+    package = "tensorstore"
+    url = f"s3://{BUCKET}"
+
+    def start(self) -> None:
+        self._patch = pytest.MonkeyPatch()
+
+        def spec(objects: Objects, path: str = "") -> dict[str, str]:
+            place = f"{objects.url}/{path}".partition("://")[2]
+            return {"driver": "file", "path": f"{self.folder}/{place}"}
+
+        self._patch.setattr(Objects, "spec", spec)
+
+    def kill(self) -> None:
+        self._patch.undo()
 
 
 @contextlib.contextmanager

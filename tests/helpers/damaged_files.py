@@ -5,6 +5,7 @@ damage, a strategy for its content, and what reads it.
 """
 
 import copy
+import functools
 import gzip
 import json
 import shutil
@@ -200,10 +201,14 @@ PLACES = {
 }
 
 
+@functools.cache
+def _adapted() -> jshard.TrainState:
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(ema_decay=0.9))
+    return fsdp.init(Adapted, optax.sgd(0.1), wrt=nnx.LoRAParam)
+
+
 def checkpoint_reader(folder: Path):
     """The description of a checkpoint that leaves out what is frozen, used by all."""
-    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(ema_decay=0.9))
-    state = fsdp.init(Adapted, optax.sgd(0.1), wrt=nnx.LoRAParam)
     base = folder / "base"
     base.mkdir()
     weights = {f"layers.{i}.weight": np.ones((4, 4), np.float32) for i in range(2)}
@@ -212,7 +217,9 @@ def checkpoint_reader(folder: Path):
     safetensors.numpy.save_file(weights | vectors, base / SINGLE)
     config = {"model": {"width": 4}, "checkpoint": {"restore": str(base)}}
     with Checkpointer(folder / "run") as checkpointer:
-        checkpointer.save(state, metrics={"loss": 1.5}, config=config, frozen_from=base)
+        checkpointer.save(
+            _adapted(), metrics={"loss": 1.5}, config=config, frozen_from=base
+        )
     step, out = folder / "run/0", folder / "out"
     content = json.loads((step / metadata.FILE).read_text())
 

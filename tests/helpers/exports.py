@@ -1,6 +1,7 @@
 """A run to export, and the command that does."""
 
 import dataclasses
+import functools
 import sys
 import warnings
 from typing import Any
@@ -75,6 +76,7 @@ def make_fsdp(ema_decay=None, **mesh):
     return jshard.FSDP(jshard.make_mesh(**mesh), policy)
 
 
+@functools.cache
 def init(model: Any = Model):
     state = make_fsdp(ema_decay=0.9).init(model, optax.sgd(0.1), wrt=not_embed)
     return dataclasses.replace(state, ema=jax.tree.map(lambda x: x + 1, state.ema))
@@ -86,6 +88,7 @@ def save(folder, state):
     return folder
 
 
+@functools.cache
 def abstract(model: Any = Model, **mesh):
     return make_fsdp(**mesh).abstract_state(model, optax.sgd(0.1), wrt=not_embed)
 

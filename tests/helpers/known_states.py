@@ -3,6 +3,10 @@
 So every process can make its shards, and compare them, by itself.
 """
 
+import functools
+import os
+import pkgutil
+import signal
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from jshard.checkpoint.step_folders import find_steps
 FILES = {"description.json", "manifest.json", "state"}
 
 
+@functools.cache
 def abstract(replica: int = 1, fsdp: int = 8) -> jshard.TrainState:
     return make_fsdp(replica, fsdp).abstract_state(Model, OPTIMIZER)
 
@@ -92,3 +97,22 @@ def check_whole(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == FILES
     files = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
     assert files == manifest.read(folder).keys() | {manifest.FILE}
+
+
+def save_and_die(folder: Path, victim: int, moment: str) -> None:
+    """Saves step 1, and dies in the save of step 2: at a function, by its name."""
+    state = make_state(abstract(1, 2))
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(state)
+    checkpointer.wait()
+
+    def die(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if jax.process_index() == victim and moment != "while arrays are written":
+        place, function = moment.rsplit(".", 1)
+        setattr(pkgutil.resolve_name(place), function, die)
+    checkpointer.save(make_state(abstract(1, 2), 2))
+    if jax.process_index() == victim and moment == "while arrays are written":
+        die()
+    checkpointer.wait()

@@ -17,6 +17,7 @@ from jshard.checkpoint.buckets import step_list
 from jshard.checkpoint.buckets.arrays import ADDRESS
 from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
 from jshard.checkpoint.step_folders import CHECKPOINTS
+from jshard.checkpoint.untrusted import path_inside
 from jshard.cli.paths import is_bucket
 from jshard.errors import UserError
 
@@ -36,7 +37,7 @@ def on_disk(path: str | Path) -> Path:
     objects, local = Objects(str(path), AT_START), temporary_folder(str(path))
     try:
         if objects.read(manifest.FILE)[0] is not None:
-            step = local / objects.url.rpartition("/")[2].partition("-")[0]
+            step = _step_in(local, objects.url)
             _fetch_step(objects, step)
             return step
         if fetch_run(objects, local) or fetch_steps(objects, local):
@@ -44,6 +45,19 @@ def on_disk(path: str | Path) -> Path:
     except BucketError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     raise UserError(f"{path} holds no checkpoint")
+
+
+def _step_in(local: Path, url: str) -> Path:
+    """Returns the local folder for a step's URL, which is emptied to fetch the step.
+
+    Raises:
+      UserError: The URL ends in no name, as ".." or "-x" do.
+    """
+    name = url.rpartition("/")[2].partition("-")[0]
+    try:
+        return path_inside(local, name)
+    except ValueError as error:
+        raise UserError(f"{url}: {error}") from error
 
 
 def temporary_folder(url: str) -> Path:
