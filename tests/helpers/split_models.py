@@ -152,6 +152,15 @@ MODELS = {
         balance_weight=0.0,
         correction_rate=0.05,  # large enough to change who is chosen
     ),
+    # As much as a default test of all axes can ask of one model.
+    "all at once": functools.partial(
+        uneven_experts,
+        tied=False,
+        vocab_size=43,
+        sigmoid_router=True,
+        balance_weight=0.0,
+        correction_rate=0.05,
+    ),
     "experts in float32": functools.partial(
         uneven_experts, dtype=jnp.float32, param_dtype=jnp.float32
     ),

@@ -82,6 +82,7 @@ def test_each_head_attends_with_its_own_keys_sinks_and_documents(
     run = lambda *args: on_whole_sequences(attend, *args)
     specs = (*(SEQUENCE,) * 4, P())
     with warnings.catch_warnings(record=True) as filled_up:
+        warnings.simplefilter("always")
         got = on_devices(run, specs, SEQUENCE, q, k, v, ids, sinks, **sizes)
     more = -heads % sizes["context"]
     words = f"does not divide the {heads} heads, so {more} more, of zeros, are computed"

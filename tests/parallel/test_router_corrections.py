@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.quick("micro-batches")
+@pytest.mark.slow  # "all at once" of test_expert_models.py
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_corrections_are_those_of_one_device_bit_for_bit(options):
     trains_alike("corrected", True, "adamw", options)

@@ -19,7 +19,7 @@ from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.t5 import T5, T5Config
 from jshard.models.vit import ViT, ViTConfig
 from jshard.plan.start_up import traffic
-from split_models import TIME, batch, loss_fn, start, trains_alike
+from split_models import MODELS, TIME, batch, loss_fn, start, trains_alike
 
 CASES = {
     "llama": ("llama", True, "adamw", {"tensor": 2, "accumulate": 2}),
@@ -74,14 +74,14 @@ CASES = {
 }
 
 
-@pytest.mark.quick("odd vocabulary")  # of a llama; "windows" below has a tied head
+@pytest.mark.slow  # "all at once" of test_expert_models.py, and test_each_axis.py
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_features_train_as_whole_ones_on_one_device(case):
     trains_alike(*case)
 
 
-@pytest.mark.quick("tensor")
+@pytest.mark.slow  # test_split_columns_and_rows_compute_and_learn_as_whole_ones
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "options",
@@ -250,7 +250,7 @@ def test_modules_named_by_path_are_split_without_an_edit():
         tx = optax.adam(1e-2)
         state, step = fsdp.init(ForeignModel, tx), fsdp.train_step(squares, tx)
         metrics = {}
-        for _ in range(3):
+        for _ in range(2):
             state, metrics = step(state, fsdp.shard_batch({"x": x}))
         return float(metrics["loss"]), parity.by_path(fsdp.fetch(state.params))
 
@@ -293,8 +293,9 @@ def test_splits_that_cannot_be_are_refused_in_one_line(splits, message):
     ],
 )
 def test_models_that_do_not_divide_are_refused_in_one_line(model, mesh, message):
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh))
     with pytest.raises(jshard.UserError, match=message):
-        start(model, **mesh)
+        fsdp.abstract_state(MODELS[model], optax.sgd(0.1))
 
 
 def test_fused_projections_in_float8_are_refused_in_one_line():

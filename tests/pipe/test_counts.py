@@ -102,7 +102,7 @@ def test_a_tick_waits_for_the_one_before_to_gather_its_weights():
         if eqn.primitive.name == "scan" and has(eqn, {"ppermute"})
     ]
     (fixed,) = [x for x in ticks.eqns if x.primitive.name == "optimization_barrier"]
-    # Two parameters of the stage's layers, two of the head, and the row of the schedule.
+    # Two parameters of the layers, two of the head, and the row of the schedule.
     assert len(fixed.invars) == 5
     (branch,) = [x for x in ticks.eqns if has(x, {"all_gather"})]
     shards = {(2, 4, 8), (2, 4)}  # of two layers
