@@ -87,7 +87,9 @@ def largest_error(got: Any, want: Any) -> float:
     "policy",
     [
         jshard.Policy(min_shard_elements=1),
-        jshard.Policy(min_shard_elements=1, accumulate=2),
+        pytest.param(
+            jshard.Policy(min_shard_elements=1, accumulate=2), marks=pytest.mark.core
+        ),
         jshard.Policy(min_shard_elements=1, accumulate=2, defer_scatter=True),
     ],
     ids=["plain", "accumulate", "deferred"],

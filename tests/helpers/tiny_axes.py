@@ -1,4 +1,4 @@
-"""A model that all axes but "expert" split, small enough to be asked about each of them.
+"""A small model that all axes but "expert" split, to be asked about each of them.
 
 The reference is the model outside of a mesh, on one device, in float64.
 """

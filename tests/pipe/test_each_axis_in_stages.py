@@ -16,4 +16,5 @@ def test_a_step_in_uneven_stages_is_that_of_one_device():
 
 
 def test_a_step_in_stages_beside_split_sequences_and_features_is_that_of_one_device():
-    follows_one_device({"pipe": 2, "fsdp": 1, "context": 2, "tensor": 2}, accumulate=2)
+    sizes = {"pipe": 2, "fsdp": 1, "context": 2, "tensor": 2}
+    follows_one_device(sizes, accumulate=2, prefetch=True)
