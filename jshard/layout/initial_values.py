@@ -123,12 +123,21 @@ def fill(
     # Only the arrays: each call of make_model may make other functions
     # (initializers, lambdas), and with them another tree structure.
     def arrays(*inputs: Any) -> list[jax.Array]:
-        return list(itertools.compress(jax.tree.leaves(create(*inputs)), new))
+        made = itertools.compress(jax.tree.leaves(create(*inputs)), new)
+        return list(map(_of_strong_type, made))
 
     made = _make(in_order(arrays), inputs, list(itertools.compress(leaves, new)))
     found = iter(made)
     leaves = [next(found) if x else old for x, old in zip(new, leaves, strict=True)]
     return jax.tree.unflatten(structure, leaves)
+
+
+def _of_strong_type(x: Any) -> Any:
+    """Returns an array whose type is not weak, as after a step.
+
+    Of ``jnp.full(size, 0.5)`` it is, and the second step would be compiled again.
+    """
+    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _make(

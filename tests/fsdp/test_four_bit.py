@@ -1,5 +1,6 @@
 """Frozen weights in 4 bits: what is kept, gathered and decoded, and how it trains."""
 
+import functools
 import hashlib
 import re
 from typing import Any
@@ -40,6 +41,7 @@ def batch() -> dict[str, np.ndarray]:
     return {"tokens": tokens[0], "targets": tokens[1]}
 
 
+@functools.cache
 def decoded_model() -> Decoder:
     """The model with the values that 4 bits leave of its matrices, and no jshard."""
     model = make(nnx.Rngs(jax.random.key(0)))

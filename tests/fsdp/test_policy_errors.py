@@ -32,7 +32,12 @@ def check(error: pytest.ExceptionInfo, *parts: str) -> None:
             "remat: 'some'",
             "is not one of full, attention, dots",
         ),
-        ({"remat": None}, "remat: None", "is not one of full, attention"),
+        pytest.param(
+            {"remat": None},
+            "remat: None",
+            "is not one of full, attention",
+            marks=pytest.mark.core,
+        ),
         (
             {"remat": ["full"]},
             "remat: ['full']",

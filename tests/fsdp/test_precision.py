@@ -70,6 +70,7 @@ def test_without_a_precision_everything_is_as_declared():
     assert results(jaxpr, "reduce_scatter") == {"f32"}
 
 
+@pytest.mark.core
 def test_a_compute_dtype_is_that_of_the_wire_and_of_the_layer():
     seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=BF16))
     assert set(seen.values()) == {"bfloat16"}
@@ -83,6 +84,7 @@ def test_gradients_are_reduced_in_the_compute_dtype_by_default():
     assert results(jaxpr, "reduce_scatter") == {"bf16"}
 
 
+@pytest.mark.core
 def test_a_wire_dtype_of_its_own_leaves_the_computation_alone():
     dtypes = jshard.Precision(gather="bfloat16", compute="float32")
     seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=dtypes))
@@ -106,6 +108,7 @@ class Scale(nnx.Module):
         return jnp.sum(x * self.scale[...].astype(jnp.float32), axis=-1)
 
 
+@pytest.mark.quick("float32-2", "float32-1", "None-8")
 @pytest.mark.parametrize("replica", [8, 2, 1])
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_gradients_are_summed_in_the_dtype_asked_for_over_replicas_too(replica, dtype):
@@ -135,6 +138,7 @@ class Waves(nnx.Module):
         return jnp.abs(self.waves[...] * self.dense(x)) ** 2
 
 
+@pytest.mark.quick("int8")
 @pytest.mark.parametrize("gather", ["bfloat16", "int8"])
 def test_complex_parameters_keep_their_imaginary_part(gather):
     precision = jshard.Precision(gather=gather, compute="bfloat16", sum="float32")
@@ -202,6 +206,7 @@ def trace_routed(dtype: Any, **knobs: Any) -> tuple[dict[str, Any], str]:
 ROUTER, DENSE = ("router", "router kernel"), ("dense", "dense kernel", "embed")
 
 
+@pytest.mark.quick("float32_1")
 @pytest.mark.parametrize("dtype", [jnp.float32, "float32"])
 def test_a_wider_dtype_of_its_own_is_kept(dtype):
     for gather in (None, "float32"):
@@ -215,6 +220,7 @@ def test_a_wider_dtype_of_its_own_is_kept(dtype):
         assert results(jaxpr, primitive) == {"f32", "bf16"}
 
 
+@pytest.mark.quick("None", "float16")
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
 def test_an_open_dtype_and_one_that_is_not_wider_follow_the_policy(dtype):
     seen, _ = trace_routed(dtype, precision=jshard.Precision(compute="bfloat16"))
@@ -249,6 +255,7 @@ def test_a_policy_that_changes_few_parameters_is_told():
         jshard.FSDP(jshard.make_mesh(), policy).abstract_state(Wide, optax.sgd(0.1))
 
 
+@pytest.mark.quick("blocks.norm", "*norm*")
 @pytest.mark.parametrize("pattern", ["blocks.norm", "blocks.n*", "*norm*", "*.norm"])
 def test_an_override_keeps_a_norm_in_full_precision(pattern):
     policy = jshard.Policy(
@@ -273,7 +280,8 @@ def test_the_first_override_that_matches_wins():
 
 
 def test_an_override_of_remat_and_reshard_reaches_its_unit_alone():
-    def gathers(**overrides: Any) -> int:
+    def gathers(*patterns: str) -> int:
+        overrides = {pattern: {"reshard_after_forward": False} for pattern in patterns}
         policy = jshard.Policy(min_shard_elements=0, overrides=overrides)
         fsdp = jshard.FSDP(jshard.make_mesh(), policy)
         tx = optax.sgd(0.1)
@@ -285,9 +293,9 @@ def test_an_override_of_remat_and_reshard_reaches_its_unit_alone():
         return text.count("= all_gather[")
 
     # The Unit has two layers of kernel and bias; the backward reads no bias.
-    kept = {"reshard_after_forward": False}
-    assert gathers() - gathers(unit=kept) == gathers() - gathers(blocks=kept) > 0
-    assert gathers() - gathers(**{"*": kept}) == 2 * (gathers() - gathers(unit=kept))
+    all_of_them, without_the_units = gathers(), gathers("unit")
+    assert without_the_units == gathers("blocks") < all_of_them
+    assert all_of_them - gathers("*") == 2 * (all_of_them - without_the_units)
 
 
 def test_an_override_that_matches_nothing_is_an_error():

@@ -107,12 +107,18 @@ def test_what_wrt_selects_trains_as_on_one_device(wrt):
     check_close(leaves(others), leaves(rest), 1e-9)
 
 
+@pytest.mark.core
 def test_it_is_sharded_and_so_are_parameters_that_stay():
     state = make_fsdp().abstract_state(Model, TX, wrt=Own)
     for tree in (state.params, state.frozen, state.opt_state[0].mu):
         assert tree
         assert all("fsdp" in x.sharding.spec for x in jax.tree.leaves(tree))
     assert {type(v) for _, v in nnx.to_flat_state(state.params)} == {Own}
+    # Nothing else has gradients, and a place in the optimizer's state.
+    trained = {path for path, _ in nnx.to_flat_state(state.params)}
+    for moments in (state.opt_state[0].mu, state.opt_state[0].nu):
+        assert {path for path, _ in nnx.to_flat_state(moments)} == trained
+    assert not trained & {path for path, _ in nnx.to_flat_state(state.frozen)}
 
 
 def test_its_weights_are_gathered_in_their_units_and_follow_the_policy():

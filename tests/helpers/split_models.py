@@ -18,6 +18,7 @@ import parity
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.loss import Loss, Mean
+from jshard.plan.start_up import traffic
 
 TIME, VOCABULARY, STEPS = 24, 40, 3
 SIZES: dict[str, Any] = {
@@ -152,6 +153,15 @@ MODELS = {
         balance_weight=0.0,
         correction_rate=0.05,  # large enough to change who is chosen
     ),
+    # As much as a default test of all axes can ask of one model.
+    "all at once": functools.partial(
+        uneven_experts,
+        tied=False,
+        vocab_size=43,
+        sigmoid_router=True,
+        balance_weight=0.0,
+        correction_rate=0.05,
+    ),
     "experts in float32": functools.partial(
         uneven_experts, dtype=jnp.float32, param_dtype=jnp.float32
     ),
@@ -231,15 +241,29 @@ def plain(
     return losses, parity.by_path(params), parity.by_path(statistics)
 
 
-def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
-    """(fsdp, state, train step) on a mesh; other options are those of the policy."""
+def _prepare(optimizer: str = "adamw", **options: Any) -> tuple:
+    """(fsdp, optimizer) on a mesh; other options are those of the policy."""
     names = ("replica", "pipe", "fsdp", "context", "tensor", "expert", "devices")
     mesh = {name: options.pop(name) for name in names if name in options}
     policy = jshard.Policy(min_shard_elements=0, **options)
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
     tx = parity.TRANSFORMATIONS[optimizer]()
-    tx = tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
+    return fsdp, tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
+
+
+def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
+    """(fsdp, state, train step) on a mesh."""
+    fsdp, tx = _prepare(optimizer, **options)
     return fsdp, fsdp.from_model(made(model), tx), fsdp.train_step(loss_fn, tx)
+
+
+def exchanged(model: str, **options: Any) -> Any:
+    """The traffic of a step of a model without values, by kind and dtype."""
+    fsdp, tx = _prepare(**options)
+    state = fsdp.abstract_state(MODELS[model], tx)
+    step = fsdp.train_step(loss_fn, tx)
+    traced = step.trace(state, fsdp.shard_batch(batch(False, 0)))
+    return traffic(traced.jaxpr.jaxpr, dict(fsdp.mesh.shape))
 
 
 def trains_alike(

@@ -12,8 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.plan.start_up import traffic
-from split_models import TIME, batch, start, trains_alike
+from split_models import TIME, batch, exchanged, start, trains_alike
 
 CASES = {
     "gpt": ("gpt", True, "adamw", {"context": 4, "accumulate": 2}),
@@ -41,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:attention. context=. does not divide")
-@pytest.mark.quick("gpt")  # tests/nn/test_preference.py has rows of no documents
+@pytest.mark.slow  # "all at once" of test_expert_models.py, and test_each_axis.py
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_sequences_train_as_whole_ones_on_one_device(case):
@@ -83,10 +82,7 @@ def test_dropout_drops_the_same_values_of_split_sequences():
 
 @pytest.mark.usefixtures("x64")
 def test_attention_exchanges_heads_four_times_a_layer_and_pass():
-    fsdp, state, train_step = start("llama", context=2, remat="none")
-    shards = fsdp.shard_batch(batch(False, 0))
-    jaxpr = train_step.trace(state, shards).jaxpr.jaxpr
-    found = traffic(jaxpr, dict(fsdp.mesh.shape))["all-to-all", "float64"]
+    found = exchanged("llama", context=2, remat="none")["all-to-all", "float64"]
     layers, rows, time, width, kv_width = 2, 2, TIME // 2, 16, 8
     tokens = rows * time
     # Queries and outputs, keys and values; half of each leaves for the other device.

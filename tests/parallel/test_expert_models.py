@@ -15,6 +15,12 @@ from split_models import MODELS, TIME, batch, loss_fn, made, start, trains_alike
 
 # model, packed, optimizer, and options
 CASES = {
+    "all at once": (
+        "all at once",
+        True,
+        "adamw",
+        {"fsdp": 1, "context": 2, "tensor": 2, "expert": 2, "accumulate": 2},
+    ),
     "fsdp": ("uneven experts", True, "adamw", {"expert": 4, "remat": "full"}),
     "all devices": ("uneven experts", False, "sgd", {"expert": 8, "remat": "none"}),
     "replicas": (
@@ -58,7 +64,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("fsdp")
+@pytest.mark.quick("all at once")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_experts_train_as_whole_ones_on_one_device(case):

@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.quick("micro-batches")
+@pytest.mark.slow  # "all at once" of test_expert_models.py
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_corrections_are_those_of_one_device_bit_for_bit(options):
     trains_alike("corrected", True, "adamw", options)
@@ -64,7 +64,7 @@ def test_experts_with_few_tokens_gain_and_those_with_many_lose():
 
 
 def test_evaluation_corrects_nothing_and_training_evens_out_the_load():
-    fsdp, state, step = start("corrected", "sgd", expert=2)
+    fsdp, state, step = start("all at once", "sgd", devices=jax.devices()[:2])
     examples = fsdp.shard_batch(batch(False, 0))
 
     def corrections(state: Any) -> np.ndarray:

@@ -18,8 +18,15 @@ import parity
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.t5 import T5, T5Config
 from jshard.models.vit import ViT, ViTConfig
-from jshard.plan.start_up import traffic
-from split_models import TIME, batch, loss_fn, start, trains_alike
+from split_models import (
+    MODELS,
+    TIME,
+    batch,
+    exchanged,
+    loss_fn,
+    start,
+    trains_alike,
+)
 
 CASES = {
     "llama": ("llama", True, "adamw", {"tensor": 2, "accumulate": 2}),
@@ -74,14 +81,14 @@ CASES = {
 }
 
 
-@pytest.mark.quick("odd vocabulary")  # of a llama; "windows" below has a tied head
+@pytest.mark.slow  # "all at once" of test_expert_models.py, and test_each_axis.py
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_features_train_as_whole_ones_on_one_device(case):
     trains_alike(*case)
 
 
-@pytest.mark.quick("tensor")
+@pytest.mark.slow  # test_split_columns_and_rows_compute_and_learn_as_whole_ones
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "options",
@@ -95,15 +102,12 @@ def test_exchanges_in_parts_of_the_examples_compute_the_same(options, monkeypatc
 
 @pytest.mark.usefixtures("x64")
 def test_a_layer_exchanges_tokens_twice_a_pass_and_gathers_its_own_part():
-    fsdp, state, train_step = start("untied llama", tensor=2, remat="none")
-    shards = fsdp.shard_batch(batch(False, 0))
-    jaxpr = train_step.trace(state, shards).jaxpr.jaxpr
-    found = traffic(jaxpr, dict(fsdp.mesh.shape))
+    found = exchanged("untied llama", tensor=2, remat="none")
     layers, rows, width, vocabulary = 2, 2, 16, 40
     tokens = rows * TIME * width * 8 // 2  # received from the other device
     # Attention and MLP: tokens in and out, and in the backward the other way. The loss
     # gathers features and, on the way, targets and weights, in two chunks.
-    exchanged = layers * 2 * 2
+    exchanges = layers * 2 * 2
     split = 2 * (16 * 16) + 2 * (16 * 8) + 3 * (16 * 32)  # a layer's matrices
     own = layers * split * 8 // 2 * 3 // 4  # a half of them, of which 3/4 arrive
     head = width * vocabulary * 8 // 2 * 3 // 4
@@ -111,7 +115,7 @@ def test_a_layer_exchanges_tokens_twice_a_pass_and_gathers_its_own_part():
     gathers = found["all-gather", "float64"]
     rows_and_weights = tokens + rows * TIME * 8 // 2
     assert gathers.wire_bytes == (
-        exchanged * tokens + rows_and_weights + 2 * own + head + 2 * norms - 16 * 7
+        exchanges * tokens + rows_and_weights + 2 * own + head + 2 * norms - 16 * 7
     )
 
 
@@ -250,7 +254,7 @@ def test_modules_named_by_path_are_split_without_an_edit():
         tx = optax.adam(1e-2)
         state, step = fsdp.init(ForeignModel, tx), fsdp.train_step(squares, tx)
         metrics = {}
-        for _ in range(3):
+        for _ in range(2):
             state, metrics = step(state, fsdp.shard_batch({"x": x}))
         return float(metrics["loss"]), parity.by_path(fsdp.fetch(state.params))
 
@@ -293,8 +297,9 @@ def test_splits_that_cannot_be_are_refused_in_one_line(splits, message):
     ],
 )
 def test_models_that_do_not_divide_are_refused_in_one_line(model, mesh, message):
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh))
     with pytest.raises(jshard.UserError, match=message):
-        start(model, **mesh)
+        fsdp.abstract_state(MODELS[model], optax.sgd(0.1))
 
 
 def test_fused_projections_in_float8_are_refused_in_one_line():

@@ -2,16 +2,19 @@
 
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import jshard
 import parity
+from jshard.compat.jaxprs import has, nested
 from jshard.layout.batch import abstract_batch
 from jshard.pipe.schedule import one_forward_one_backward
 from jshard.plan.start_up import traffic
-from pipelines import mesh_of, policy_of
+from pipelines import Layers, mean, mesh_of, policy_of
 
 
 def traced(mesh: Any, policy: jshard.Policy, variant: parity.Variant) -> Any:
@@ -85,6 +88,26 @@ def test_counts_are_those_of_a_device_and_of_moves(fields):
         "send": (sends, sends * carry),
         "ids": (2, 2 * weights),
     }
+
+
+def test_a_tick_waits_for_the_one_before_to_gather_its_weights():
+    """Without a barrier XLA could gather them ahead of all ticks, and keep them."""
+    fsdp, tx = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2)), optax.sgd(0.1)
+    state = fsdp.abstract_state(Layers, tx)
+    batch = abstract_batch(jax.ShapeDtypeStruct((8, 8), np.float32), fsdp.mesh)
+    jaxpr = fsdp.train_step(mean, tx).trace(state, batch).jaxpr.jaxpr
+    (ticks,) = [
+        eqn.params["jaxpr"].jaxpr
+        for eqn in nested(jaxpr.eqns)
+        if eqn.primitive.name == "scan" and has(eqn, {"ppermute"})
+    ]
+    (fixed,) = [x for x in ticks.eqns if x.primitive.name == "optimization_barrier"]
+    # Two parameters of the layers, two of the head, and the row of the schedule.
+    assert len(fixed.invars) == 5
+    (branch,) = [x for x in ticks.eqns if has(x, {"all_gather"})]
+    shards = {(2, 4, 8), (2, 4)}  # of two layers
+    given = [x for x in branch.invars if x.aval.shape in shards]
+    assert {x.aval.shape for x in given if x in fixed.outvars} == shards
 
 
 @pytest.mark.slow

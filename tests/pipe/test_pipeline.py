@@ -86,7 +86,7 @@ ROWS = {
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("uneven stages beside shards")
+@pytest.mark.slow  # test_each_axis_in_stages.py has a small model
 @pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
 def test_parity(case):

@@ -141,3 +141,12 @@ def test_each_layer_has_a_row_of_a_device(layers, devices, per_device):
     assert in_order[used.reshape(found.number, size)[stages]].tolist() == [
         *range(layers)
     ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "per_device", "counts"),
+    [(5, 1, [2, 1, 1, 1]), (7, 1, [2, 2, 2, 1]), (9, 2, [2, 1, 1, 1, 1, 1, 1, 1])],
+)
+def test_the_first_stages_have_a_layer_more(layers, per_device, counts):
+    """The last one has the loss to compute."""
+    assert Stages(("blocks",), layers, 4, per_device).counts() == counts

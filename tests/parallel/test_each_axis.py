@@ -1,0 +1,18 @@
+"""A small model on a mesh with one more axis, and with all, follows one device."""
+
+import pytest
+
+from tiny_axes import follows_one_device
+
+
+@pytest.mark.core
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("axis", ["context", "tensor"])
+def test_a_step_of_split_sequences_and_features_is_that_of_one_device(axis):
+    follows_one_device({"fsdp": 2, axis: 2})
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_step_in_micro_batches_on_all_axes_is_that_of_one_device():
+    sizes = {"replica": 2, "fsdp": 1, "context": 2, "tensor": 2}
+    follows_one_device(sizes, accumulate=2, remat="none")

@@ -1,0 +1,20 @@
+"""A small model in stages, alone and beside other axes, follows one device."""
+
+import pytest
+
+from tiny_axes import follows_one_device
+
+pytestmark = [
+    pytest.mark.usefixtures("x64"),
+    pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble"),
+]
+
+
+@pytest.mark.core
+def test_a_step_in_uneven_stages_is_that_of_one_device():
+    follows_one_device({"pipe": 2, "fsdp": 1}, accumulate=2)
+
+
+def test_a_step_in_stages_beside_split_sequences_and_features_is_that_of_one_device():
+    sizes = {"pipe": 2, "fsdp": 1, "context": 2, "tensor": 2}
+    follows_one_device(sizes, accumulate=2, prefetch=True)
