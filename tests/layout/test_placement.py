@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 import jshard
 from jshard.layout import memory_kinds
-from jshard.layout.memory_kinds import HOST, check_memory, on_device, on_host
+from jshard.layout.memory_kinds import check_memory, on_device, on_host
 from jshard.layout.placement import Placement
 
 

@@ -177,7 +177,7 @@ def test_a_state_padded_for_another_mesh_is_refused():
     place = layout.places[KERNEL]
     assert (place.dim, place.exact) == (-1, (-1, 9))
     with pytest.raises(
-        jshard.UserError, match="'up.kernel' of the state is not sharded"
+        jshard.UserError, match=r"'up\.kernel' of the state is not sharded"
     ):
         Layout.of(state, policy, jshard.make_mesh(replica=2))
 
