@@ -206,8 +206,8 @@ def test_initial_values_are_identical_on_every_mesh_and_those_of_the_plain_model
 
     one = initial(1, 1)
     chex.assert_trees_all_equal(initial(2, 4), one)
-    # Jitted, initialisers may round differently: a few units in the last place.
-    plain = nnx.state(make_gpt(nnx.Rngs(3)), nnx.Param)
+    # In another program initialisers may round differently: a few last places.
+    plain = jax.jit(lambda: nnx.state(make_gpt(nnx.Rngs(3)), nnx.Param))()
     chex.assert_trees_all_close(one.params, plain, rtol=1e-5, atol=1e-7)
 
 
