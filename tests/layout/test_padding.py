@@ -168,6 +168,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow  # test_state_layout.py has the refusal alone
 def test_a_state_for_another_mesh_is_refused_in_one_line():
     state = fsdp_on(1, 6).init(Model, OPTIMIZER)
     other = fsdp_on(1, 4)
