@@ -119,7 +119,48 @@ def alternating(names: str, values: Any, others: Any) -> Any:
     return pytest.mark.parametrize(names, list(zip(values, itertools.cycle(others))))
 
 
-# Several layers, whose weights are gathered again: what the default suite trains.
+# What the default suite trains: each knob and flag once, with few layers.
+FEW = {
+    "eight devices": Case(mesh=(1, 8), layers=2),
+    "hybrid mesh": Case(
+        mesh=(2, 4),
+        accumulate=2,
+        prefetch=True,
+        first_k=1,
+        reshard=2,
+        reshard_root=True,
+        layers=2,
+    ),
+    "one scatter of tied weights": Case(
+        mesh=(4, 2), defer=True, accumulate=2, frozen=True, tied=True, layers=2
+    ),
+    "units on three devices": Case(
+        mesh=(1, 3),
+        optimizer="muon",
+        units=True,
+        remat="none",
+        indivisible=True,
+        dropout=True,
+        padding=True,
+        two_losses=True,
+        layers=1,
+    ),
+}
+CORE = {"eight devices", "hybrid mesh"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.core] if name in CORE else [])
+        for name, case in FEW.items()
+    ],
+)
+def test_training_follows_the_plain_run(case):
+    check(case)
+
+
+# Several layers, whose weights are gathered again.
 ROWS = {
     "one gather at a time": Case(mesh=(1, 8), dropout=True),
     "prefetch": Case(mesh=(1, 8), prefetch=True, first_k=1, remat="dots", layers=5),
@@ -143,13 +184,9 @@ ROWS = {
 }
 
 
-# What these have, other rows have on other meshes.
-SLOW = {"prefetch", "five devices", "six devices", "seven devices", "two times three"}
-
-
-@pytest.mark.quick(*(ROWS.keys() - SLOW))
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ROWS.values(), ids=ROWS)
-def test_training_follows_the_plain_run(case):
+def test_training_of_several_layers_follows_the_plain_run(case):
     check(case)
 
 
@@ -164,7 +201,7 @@ def test_float16_with_a_loss_scale_follows_the_plain_run():
         prefetch=True,
         min_shard_elements=0,
     )
-    variant, mesh = parity.Variant(layers=4), parity.make_mesh(2, 4)
+    variant, mesh = parity.Variant(layers=2), parity.make_mesh(2, 4)
     tx = parity.optimizer("sgd")
     got, want = (
         parity.train(variant, tx, mesh, policy),

@@ -65,7 +65,7 @@ def check(make, policy=None, **mesh):
     check_step(fsdp, lambda rngs: Model(make, rngs), loss_fn, {"x": x})
 
 
-@pytest.mark.quick("tensor", "accumulate")
+@pytest.mark.quick("accumulate")
 @pytest.mark.parametrize(
     ("policy", "mesh"),
     [
@@ -89,12 +89,16 @@ def test_a_wrong_model_fails_and_the_worst_parameter_is_named():
         check(OwnSum, tensor=2)
 
 
-def test_what_may_be_wrong_warns_and_the_check_that_it_names_finds_it():
+def test_what_may_be_wrong_warns_and_names_the_check():
     fsdp = jshard.FSDP(jshard.make_mesh(tensor=2))
     with pytest.warns(
         UserWarning, match=r"is 'cumprod' linear .*jshard\.testing\.chec"
     ):
         trace(fsdp, Prefix)
+
+
+@pytest.mark.slow  # that a wrong model fails is above
+def test_the_check_that_a_warning_names_finds_what_is_wrong():
     with pytest.raises(AssertionError, match=r"the gradient of 'blocks\..*' differs"):
         check(Prefix, tensor=2)
 

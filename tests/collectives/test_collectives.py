@@ -39,21 +39,21 @@ SIZES = Sizes()
 @pytest.mark.parametrize("remat", ["full", "dots"])
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_layers_without_a_loop_run_the_collectives_of_a_loop(prefetch, remat):
-    found = []
+    sizes, found = dataclasses.replace(SIZES, layers=2), []
     for unroll in (False, True):
         policy = policies(remat=remat, prefetch=prefetch, unroll=unroll)
-        lowered, _ = lower_step(make_fsdp(policy), SIZES)
+        lowered, _ = lower_step(make_fsdp(policy), sizes)
         found.append(counted(hlo.collectives(hlo.compile(lowered).as_text())))
     assert found[0] == found[1]
     assert found[0]
 
 
-@pytest.mark.quick(
-    "dots-False-1-8-True",
-    "none-False-4-2-False",
-    "names-True-1-1-False",
-    "everything-True-1-1-False",
-)
+@pytest.mark.core
+def test_layers_gather_twice_per_step_and_scatter_once():
+    check_counts(policies(), RECOMPUTED)
+
+
+@pytest.mark.quick("none-False-4-2-False")
 @pytest.mark.parametrize("plain", [False, True])
 @every_pair(
     remat=tuple(REMATS),
@@ -114,7 +114,7 @@ def test_evaluation_gathers_once_and_scatters_nothing():
 
 
 @pytest.mark.quick("2")
-@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.parametrize("replica", [1, pytest.param(2, marks=pytest.mark.core)])
 def test_wire_bytes_are_those_of_the_parameters_and_nothing_else(replica):
     fsdp = make_fsdp(policies(remat="full"), replica=replica)
     lowered, state = lower_step(fsdp, SIZES)
@@ -146,6 +146,7 @@ def test_wire_bytes_are_those_of_the_parameters_and_nothing_else(replica):
     assert scalars < 1000
 
 
+@pytest.mark.quick("gather float32", "param")
 @pytest.mark.parametrize(
     ("precision", "gathered", "reduced"),
     [
@@ -155,7 +156,7 @@ def test_wire_bytes_are_those_of_the_parameters_and_nothing_else(replica):
         (jshard.Precision(gather="float32", compute="bfloat16"), "f32", "bf16"),
         (jshard.Precision(param="bfloat16", reduce="float32"), "bf16", "f32"),
     ],
-    ids=str,
+    ids=["as is", "compute", "reduce", "gather float32", "param"],
 )
 def test_the_wire_carries_the_dtypes_asked_for(precision, gathered, reduced):
     # Counts do not depend on dtypes, and the CPU compiler makes every bf16 collective
@@ -208,6 +209,7 @@ class OnlyLayers(nnx.Module):
         self.blocks = make_decoder(sizes)(rngs).blocks
 
 
+@pytest.mark.quick("sgd-1", "adafactor-1", "lamb-2", "muon-2")
 @pytest.mark.parametrize("replica", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_optimizer_gathers_more_than_a_layer_at_a_time(name, replica):

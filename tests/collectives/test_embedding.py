@@ -197,10 +197,11 @@ def test_rows_and_their_gradients_travel_in_their_dtypes_and_add_up_in_float32(
     assert set(re.findall(r"= (\w+)\[\S+ scatter\(", text)) == {"f32"}
 
 
+@pytest.mark.quick("compute")
 @pytest.mark.parametrize(
     "precision",
     [jshard.Precision(compute="bfloat16"), jshard.Precision(gather="float16")],
-    ids=str,
+    ids=["compute", "gather"],
 )
 def test_rows_have_the_values_of_a_gathered_table(precision):
     def rows(kind: type) -> np.ndarray:

@@ -92,6 +92,7 @@ def test_the_backward_gathers_within_groups_alone(case):
     check_counts(policy, reads, replica=replica, plain=case["plain"])
 
 
+@pytest.mark.slow  # the counts above have sizes, too
 def test_groups_send_their_part_of_what_the_backward_reads():
     found, elements = step_collectives(policies(reshard_after_forward=2))
     reads = REMATS["full"][1]
@@ -185,6 +186,7 @@ def test_sums_in_another_dtype_leave_as_all_to_alls_of_as_many_bytes():
     assert wire(found, "all-reduce") == {(2, "f32"): 4 * total // 4}
 
 
+@pytest.mark.slow  # test_sums.py has the scatter alone
 def test_bfloat16_gradients_that_add_up_in_float32_travel_in_bfloat16():
     half = jshard.Precision(reduce="bfloat16", sum="float32")
     looked_up = {"s32", "f32"}  # ids, and rows as they are
@@ -192,6 +194,7 @@ def test_bfloat16_gradients_that_add_up_in_float32_travel_in_bfloat16():
     assert asked(policies(precision=half), "reduce-scatter") == set()
 
 
+@pytest.mark.slow  # test_sums.py has the scatter alone
 def test_sums_in_the_dtype_of_the_wire_are_reduce_scatters():
     same = jshard.Precision(reduce="bfloat16", sum="bfloat16")
     whole = policies(precision=same, defer_scatter=True)  # no rows are exchanged
@@ -237,6 +240,7 @@ def test_what_an_override_names_travels_in_its_own_dtypes():
         assert scattered == width * total * 7 // 8
 
 
+@pytest.mark.slow  # test_sums.py has the parts alone
 def test_groups_keep_and_gather_weights_in_the_dtype_of_the_wire():
     half = jshard.Precision(gather="float16", compute="float32")
     policy = policies(precision=half, reshard_after_forward=2)

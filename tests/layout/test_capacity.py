@@ -35,11 +35,11 @@ def test_a_state_larger_than_the_host_is_one_line():
     assert "\n" not in said
 
 
-def test_a_run_is_refused_before_its_start_up_note(train, tmp_path):
+def test_a_run_is_refused_before_its_start_up_note(train_here, tmp_path):
     recipe = RECIPE.replace("nnx.Linear(8, 64", f"nnx.Linear(8, {HUGE}")
     last = f"jshard.Unit(nnx.Linear({HUGE}, {HUGE}, rngs=rngs))"
     recipe = recipe.replace("nnx.Linear(64, 1, rngs=rngs)", last)
-    run = train(tmp_path, "--config=tiny.py", "--workdir=run", recipe=recipe)
+    run = train_here(tmp_path, "--config=tiny.py", "--workdir=run", recipe=recipe)
     expect_one_line(run, 2, "of the host's memory")
     assert run.stdout == ""
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -83,6 +83,7 @@ def variables(tree) -> list[nnx.Variable]:
     return [leaf for leaf in leaves if is_variable(leaf)]
 
 
+@settings(max_examples=30)
 @given(
     shape=st.lists(st.integers(0, 40), max_size=4),
     shards=st.integers(2, 9),
@@ -98,8 +99,8 @@ def test_the_padded_dimension_adds_little_and_is_free(shape, shards, data):
         assert not free
     else:
         assert free[dim] <= min(free.values()) + 1 / 32
-        # None before it, which would be contiguous, is as good.
-        assert all(free[d] > min(free.values()) for d in free if d < dim)
+        # None before it, which would be contiguous, is almost as good.
+        assert all(free[d] > min(free.values()) + 1 / 32 for d in free if d < dim)
 
 
 def test_every_parameter_is_sharded_whatever_its_width():
@@ -159,6 +160,7 @@ def test_models_and_fetched_values_are_exact():
         np.testing.assert_array_equal(got, was)
 
 
+@pytest.mark.core
 def test_initial_values_do_not_depend_on_the_mesh():
     states = [fsdp_on(*mesh).init(Model, OPTIMIZER) for mesh in ((1, 1), (1, 7))]
     one, seven = (fsdp_on(1, 1).fetch(state.params) for state in states)
@@ -166,6 +168,7 @@ def test_initial_values_do_not_depend_on_the_mesh():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow  # test_state_layout.py has the refusal alone
 def test_a_state_for_another_mesh_is_refused_in_one_line():
     state = fsdp_on(1, 6).init(Model, OPTIMIZER)
     other = fsdp_on(1, 4)
@@ -175,7 +178,7 @@ def test_a_state_for_another_mesh_is_refused_in_one_line():
 
 def test_checkpoints_restore_between_any_two_meshes_bit_for_bit(tmp_path: Path):
     """Padded or not, along whatever dimension; hypothesis above has more numbers."""
-    meshes = [(1, 8), (1, 6), (2, 3), (1, 1)]
+    meshes = [(1, 6), (2, 4), (1, 1)]
     fsdp = fsdp_on(*meshes[0])
     state = trained(fsdp)
     first = fsdp.fetch(state)
@@ -312,19 +315,22 @@ def test_safetensors_are_read_onto_padded_shards(tmp_path: Path):
 
 
 def test_adapters_of_any_rank_train_beside_padded_weights():
-    def make(rngs: nnx.Rngs) -> Model:
-        model = Model(rngs)
-        jshard.nn.add_lora(model, rank=3, alpha=3.0, rngs=rngs)
-        return model
+    class Small(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.block = jshard.Stack(lambda rngs: Block(rngs=rngs), 1, rngs=rngs)
+            jshard.nn.add_lora(self, rank=3, alpha=3.0, rngs=rngs)
 
-    losses = []
+    def squares(model: Small, x: jax.Array) -> jshard.Mean:
+        return jshard.Mean(jnp.sum((model.block(x) - 1) ** 2), jnp.asarray(x.size))
+
+    losses, model = [], Small(nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(12, WIDTH)).astype(np.float32)
     for mesh in ((1, 1), (1, 6)):
         fsdp = fsdp_on(*mesh, policy=jshard.Policy(min_shard_elements=0))
-        state = fsdp.from_model(make(nnx.Rngs(0)), OPTIMIZER, wrt=nnx.LoRAParam)
-        step, found = fsdp.train_step(loss_fn, OPTIMIZER), []
-        ids = np.arange(48).reshape(-1, 4) % VOCABULARY
+        state = fsdp.from_model(model, OPTIMIZER, wrt=nnx.LoRAParam)
+        step, found = fsdp.train_step(squares, OPTIMIZER), []
         for _ in range(3):
-            state, metrics = step(state, fsdp.shard_batch(ids))
+            state, metrics = step(state, fsdp.shard_batch(x))
             found.append(float(metrics["loss"]))
         losses.append(found)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
