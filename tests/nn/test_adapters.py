@@ -4,6 +4,7 @@ The reference is the model as an ordinary Flax module without adapters, on one d
 its weights are ``W + s A B``, or DoRA's, which the test computes itself. In float64.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -16,14 +17,40 @@ from flax import nnx
 
 import jshard
 import parity
-from split_models import MODELS, batch, loss_fn
+from split_models import MODELS, VOCABULARY, batch, loss_fn
 
 RANK, ALPHA, STEPS = 3, 5.0, 3
 ALL = ("*", "head", "embed")
 TX = optax.adamw(1e-2)
 
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        make = functools.partial(nnx.Linear, param_dtype=float, rngs=rngs)
+        self.up, self.down = make(16, 20), make(20, 16)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Small(nnx.Module):
+    """All kinds of layers, and little to compile."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        options = {"param_dtype": float, "rngs": rngs}
+        self.embed = jshard.Unit(nnx.Embed(VOCABULARY, 16, **options))
+        self.blocks = jshard.Stack(Layer, 2, rngs=rngs)
+        self.head = jshard.Unit(nnx.Linear(16, VOCABULARY, **options))
+
+    def loss(self, inputs: Any, targets: Any, weights: Any) -> jshard.Mean:
+        logits = self.head(self.blocks(self.embed(inputs)))
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jshard.Mean(jnp.sum(loss * weights), jnp.sum(weights))
+
+
 # model, targets, further arguments of add_lora, and the mesh
 CASES: dict[str, tuple[str, tuple[str, ...], dict, dict]] = {
+    "small": ("small", ALL, {}, {"replica": 2}),
+    "small dora": ("small", ("*", "head"), {"dora": True}, {"devices": 3}),
     "one device": ("untied llama", ALL, {}, {"devices": 1}),
     "rslora": ("untied llama", ALL, {"rank_stabilized": True}, {"devices": 3}),
     "dora": (
@@ -72,6 +99,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict, dict]] = {
 
 
 def plain(model: str, rngs: nnx.Rngs) -> Any:
+    if model == "small":
+        return Small(rngs)
     return MODELS[model](rngs, **({"dropout": 0.0} if model == "gpt" else {}))
 
 
@@ -113,7 +142,8 @@ def merged(model: Any, adapters: nnx.State, options: dict) -> Any:
     return model
 
 
-@pytest.mark.quick("dora", "split experts")
+# tests/nn/test_adapted_layers.py has the formulas of the other kinds by default.
+@pytest.mark.quick("small", "small dora")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -136,6 +136,7 @@ IDS = np.array([[1, 1, 0, 0, 0, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
         ((2, 7, 7, 6, 2, 4), {"is_causal": True}, None, 3),
         ((2, 7, 7, 4, 1, 4), {"is_causal": True, "window": 3, "scale": 0.3}, 0.7, 2),
         ((2, 7, 7, 2, 2, 4), {"is_causal": True, "segment_ids_BT": IDS}, 5.0, 3),
+        ((2, 7, 7, 2, 1, 4), {"is_causal": False, "segment_ids_BT": IDS}, None, 2),
         ((2, 5, 8, 2, 1, 4), {"is_causal": False}, 0.7, 4),
         # The last block of keys is filled up, and no causality hides the filling.
         ((2, 4, 7, 2, 1, 4), {"is_causal": False}, None, 3),

@@ -1,4 +1,4 @@
-"""Losses of preferences against their papers' formulas, and adapters that are off."""
+"""Losses of preferences against their papers' formulas."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jshard
+from jshard.fsdp.mesh import split_sequences
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.loss import as_loss
 from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
@@ -85,12 +87,30 @@ def test_answers_are_summed_where_they_are():
     np.testing.assert_array_equal(lengths, [1, 2])
 
 
+def test_answers_are_summed_over_the_parts_of_their_sequences():
+    log_probs_RT = -jnp.arange(1.0, 9).reshape(2, 4)
+    is_answer_RT = jnp.asarray([[0, 1, 1, 0], [0, 0, 1, 1]], bool)
+    mesh = jshard.make_mesh(context=2, devices=jax.devices()[:2])
+
+    def local(log_probs_RT, is_answer_RT):
+        with split_sequences():
+            return sum_of_answers(log_probs_RT, is_answer_RT)
+
+    parts, whole = PartitionSpec(None, "context"), PartitionSpec()
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=parts, out_specs=whole, check_vma=False
+    )
+    sums, lengths = jax.jit(run)(log_probs_RT, is_answer_RT)
+    np.testing.assert_array_equal(sums, [-5, -15])
+    np.testing.assert_array_equal(lengths, [2, 2])
+
+
 # The recipe's loss on meshes.
 
 MODEL = LlamaConfig(
     vocab_size=64,
     sequence_length=8,
-    num_layers=2,
+    num_layers=1,
     num_heads=4,
     num_kv_heads=4,
     width=16,
@@ -159,14 +179,14 @@ def plain_step(objective: preference.Objective) -> tuple[jax.Array, Any]:
     """The loss, and the adapters after a step of gradient descent."""
     model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
-    loss, grads = jax.jit(
-        jax.value_and_grad(
-            lambda params: plain_loss(
-                objective, nnx.merge(graphdef, params, rest), base
-            )
-        )
-    )(params)
-    return loss, jax.tree.map(lambda p, g: p - g, params, grads)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(params: Any) -> jax.Array:
+        return plain_loss(objective, nnx.merge(graphdef, params, rest), base)
+
+    loss, grads = loss_of(params)
+    return loss, jax.tree.map(lambda p, g: p - np.asarray(g), params, grads)
 
 
 SHAPES: dict[str, Callable[[], Any]] = {
@@ -180,15 +200,19 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64):
-    @nnx.jit
-    def compute(model, rows):
-        return as_loss(preference.loss_fn(model, rows)[0]).compute()
+@pytest.mark.quick("orpo")  # the step below has the other
+@pytest.mark.parametrize("loss", ["dpo", "orpo"])
+def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, loss):
+    objective = preference.Objective(loss, 0.5, 0.0, False)
 
-    for loss in ("dpo", "orpo"):
-        objective = preference.Objective(loss, 0.5, 0.0, False)
-        want, _ = plain_step(objective)
-        assert error(compute(make(objective, nnx.Rngs(0)), batch()), want) <= 1e-9
+    @nnx.jit
+    def both(model, base, rows):
+        got = as_loss(preference.loss_fn(model, rows)[0]).compute()
+        return got, plain_loss(objective, model, base)
+
+    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
+    got, want = both(model, base, batch())
+    assert error(got, want) <= 1e-9
 
 
 @pytest.mark.quick("dpo-context-1")
@@ -210,18 +234,3 @@ def test_a_step_on_a_mesh_follows_a_plain_one(x64, loss, shape, accumulate):
     assert error(metrics["loss"], want_loss) <= 1e-9
     got, want = map(by_path, (fsdp.fetch(state.params), want))
     assert max(error(got[path], want[path]) for path in want) <= 1e-9
-
-
-def test_with_adapters_off_the_model_is_the_base_and_then_itself_again(x64):
-    objective = preference.Objective("dpo", 0.1, 0.0, False)
-    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
-    tokens = jnp.asarray(batch()["inputs"][:, :T])
-    run = nnx.jit(lambda model, tokens: model(tokens))
-    before = run(model, tokens)
-    with jshard.nn.adapters_off(model):
-        np.testing.assert_array_equal(run(model, tokens), run(base, tokens))
-    np.testing.assert_array_equal(run(model, tokens), before)
-    assert not np.array_equal(before, run(base, tokens))
-    message = "the model has no adapters"
-    with pytest.raises(jshard.UserError, match=message), jshard.nn.adapters_off(base):
-        pass
