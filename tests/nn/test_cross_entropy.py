@@ -295,6 +295,7 @@ def test_the_logarithm_of_a_sum_of_exponentials_takes_one_pass(x64):
     np.testing.assert_allclose(found, expected, rtol=1e-14)
 
 
+@pytest.mark.core
 def test_a_soft_cap_is_one_of_the_logits(x64):
     args = arguments(weights="any", dtype=jnp.float64)
     found = (value_and_grads(fn(0.5), *args) for fn in (fused, capped))

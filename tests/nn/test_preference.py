@@ -1,6 +1,7 @@
 """Losses of preferences against their papers' formulas."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_answers_are_summed_over_the_parts_of_their_sequences():
 MODEL = LlamaConfig(
     vocab_size=64,
     sequence_length=8,
-    num_layers=1,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=4,
     width=16,
@@ -122,8 +123,44 @@ MODEL = LlamaConfig(
 T, PAIRS = 8, 24
 
 
-def make(objective: preference.Objective, rngs: nnx.Rngs) -> Llama:
-    model: Any = Llama(MODEL, rngs=rngs)
+class Small(nnx.Module):
+    """A decoder that looks at one token, and is little to compile."""
+
+    splits_sequences = True
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        del config
+        options: Any = {"param_dtype": jnp.float64, "rngs": rngs}
+        table = nnx.Embed(MODEL.vocab_size, 16, embedding_init=waves, **options)
+        self.embed = jshard.Unit(table)
+        self.linear = nnx.Linear(16, 16, kernel_init=waves, **options)
+        options |= {"use_bias": False, "kernel_init": waves}
+        self.head = jshard.Unit(nnx.Linear(16, MODEL.vocab_size, **options))
+
+    def features(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = self.embed(tokens_BT)
+        return x_BTD + jnp.tanh(self.linear(x_BTD))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.head(self.features(tokens_BT))
+
+    def log_probs(self, tokens_BT: jax.Array, targets_BT: jax.Array) -> tuple:
+        head_DV = jshard.gathered(self.head).kernel.get_value()
+        x_BTD = self.features(tokens_BT)
+        return jshard.nn.token_log_probs(x_BTD, head_DV, targets_BT, chunk=16), None
+
+
+def waves(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """Initial values that compile in no time."""
+    del key
+    return jnp.sin(jnp.arange(shape[0] * shape[1], dtype=dtype) ** 2).reshape(shape)
+
+
+MODELS: dict[str, Any] = {"small": Small, "llama": Llama}
+
+
+def make(name: str, objective: preference.Objective, rngs: nnx.Rngs) -> Any:
+    model: Any = MODELS[name](MODEL, rngs=rngs)
     jshard.nn.add_lora(model, rank=2, alpha=8.0, param_dtype=jnp.float64, rngs=rngs)
     linear: Any
     for _, linear in nnx.iter_modules(model):
@@ -175,9 +212,10 @@ def plain_loss(objective: preference.Objective, model: Any, base: Any) -> jax.Ar
 
 
 @functools.cache
-def plain_step(objective: preference.Objective) -> tuple[jax.Array, Any]:
+def plain_step(name: str, objective: preference.Objective) -> tuple[jax.Array, Any]:
     """The loss, and the adapters after a step of gradient descent."""
-    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
+    model = make(name, objective, nnx.Rngs(0))
+    base = MODELS[name](MODEL, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
 
     @jax.jit
@@ -200,9 +238,10 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.quick("orpo")  # the step below has the other
+@pytest.mark.quick("small-orpo")  # the step below has the other
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])
-def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, loss):
+@pytest.mark.parametrize("name", MODELS)
+def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, name, loss):
     objective = preference.Objective(loss, 0.5, 0.0, False)
 
     @nnx.jit
@@ -210,25 +249,31 @@ def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, loss):
         got = as_loss(preference.loss_fn(model, rows)[0]).compute()
         return got, plain_loss(objective, model, base)
 
-    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
+    model = make(name, objective, nnx.Rngs(0))
+    base = MODELS[name](MODEL, rngs=nnx.Rngs(0))
     got, want = both(model, base, batch())
     assert error(got, want) <= 1e-9
 
 
-@pytest.mark.quick("dpo-context-1")
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("loss", ["dpo", "orpo"])
-def test_a_step_on_a_mesh_follows_a_plain_one(x64, loss, shape, accumulate):
+@pytest.mark.quick("small")
+@pytest.mark.parametrize(
+    ("name", "loss", "shape", "accumulate"),
+    [
+        ("small", "dpo", "context", 1),
+        *itertools.product(["llama"], ["dpo", "orpo"], SHAPES, [1, 3]),
+    ],
+)
+def test_a_step_on_a_mesh_follows_a_plain_one(x64, name, loss, shape, accumulate):
     objective = preference.Objective(loss, 0.5, 0.0, False)
-    want_loss, want = plain_step(objective)
+    want_loss, want = plain_step(name, objective)
     mesh = SHAPES[shape]()
     groups = mesh.size // (2 if shape in ("context", "tensor") else 1)
     if PAIRS % (groups * accumulate):
         accumulate = 1
     policy = jshard.Policy(accumulate=accumulate, min_shard_elements=0)
     fsdp, optimizer = jshard.FSDP(mesh, policy), optax.sgd(1.0)
-    state = fsdp.from_model(make(objective, nnx.Rngs(0)), optimizer, wrt=nnx.LoRAParam)
+    model = make(name, objective, nnx.Rngs(0))
+    state = fsdp.from_model(model, optimizer, wrt=nnx.LoRAParam)
     step = fsdp.train_step(preference.loss_fn, optimizer)
     state, metrics = step(state, fsdp.shard_batch(batch()))
     assert error(metrics["loss"], want_loss) <= 1e-9

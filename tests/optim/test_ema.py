@@ -32,7 +32,7 @@ class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         del rngs
         self.matrix = nnx.Param(jnp.sin(jnp.arange(128.0)).reshape(8, 16))
-        self.vector = nnx.Param(jnp.linspace(-1, 1, 8))
+        self.vector = nnx.Param(jnp.linspace(-1.0, 1.0, 8))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ self.matrix[...])
@@ -59,7 +59,7 @@ def make_fsdp(policy: jshard.Policy, *, replica: int = 1) -> jshard.FSDP:
 
 
 def batch(seed: int = 0) -> dict[str, Any]:
-    return {"x": np.random.default_rng(seed).normal(size=(32, 8)).astype("f4")}
+    return {"x": np.random.default_rng(seed).normal(size=(32, 8))}
 
 
 @functools.cache
