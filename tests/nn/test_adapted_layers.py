@@ -56,8 +56,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def make() -> nnx.Module:
-    """A model that has all of these layers, with adapters of any values."""
+def _abstract() -> nnx.Module:
     model: Any = nnx.Module()
     for name, (layer, options) in KINDS.items():
         setattr(model, name, layer(rngs=nnx.Rngs(0)))
@@ -69,6 +68,13 @@ def make() -> nnx.Module:
         )
         if "dropout" in options:
             getattr(model, name).lora_dropout = Doubled()
+    return model
+
+
+@functools.cache
+def make() -> Any:
+    """A model that has all of these layers, with adapters of any values."""
+    model: Any = nnx.eval_shape(_abstract)
     rng = np.random.default_rng(0)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         variable.set_value(jnp.asarray(rng.normal(size=variable.get_value().shape)))
@@ -141,10 +147,15 @@ def test_a_layer_with_an_adapter_is_its_formula(name, results):
 
 def test_the_kernel_of_a_layer_is_what_it_multiplies_with():
     model: Any = make()
-    x, _ = inputs()
-    for name in ("linear", "stabilized", "dora"):
-        layer = getattr(model, name)
-        np.testing.assert_allclose(x @ jshard.nn.kernel_of(layer), layer(x), rtol=1e-9)
+    names = ("linear", "stabilized", "dora")
+
+    @nnx.jit
+    def both(model: Any, x: jax.Array) -> Any:
+        layers = [getattr(model, name) for name in names]
+        return [(x @ jshard.nn.kernel_of(layer), layer(x)) for layer in layers]
+
+    for got, want in both(model, inputs()[0]):
+        np.testing.assert_allclose(got, want, rtol=1e-9)
     alone = plain(rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(jshard.nn.kernel_of(alone), alone.kernel[...])
 

@@ -55,7 +55,8 @@ def test_a_split_head_with_padding_has_the_losses_and_gradients_of_the_whole(x64
         out_specs=([P(), P()], [(split, split, split)] * 2, split),
         check_vma=False,
     )
-    values, grads, uneven = jax.jit(run)(x, padded, targets, weights)
+    odd = x.at[0, 1].set(jnp.inf)  # of weight 0
+    values, grads, uneven = jax.jit(run)(odd, padded, targets, weights)
     for value, (dx, dhead, dweights), fn in zip(
         values, grads, (capped_plain, squared_plain), strict=True
     ):
@@ -66,6 +67,8 @@ def test_a_split_head_with_padding_has_the_losses_and_gradients_of_the_whole(x64
         np.testing.assert_allclose(dx, want_x, rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(dhead[:, :7], want_head, rtol=1e-9, atol=1e-12)
         np.testing.assert_array_equal(dhead[:, 7], 0)
+        np.testing.assert_array_equal(dweights[0, 1], 0)
+        want_weights = want_weights.at[0, 1].set(0)
         np.testing.assert_allclose(dweights, want_weights, rtol=1e-9, atol=1e-12)
     assert np.isnan(uneven).all()  # devices that do not agree on what follows
 

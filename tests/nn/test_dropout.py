@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard
 
-EXAMPLES, WIDTH, STEPS = 16, 4, 3
+EXAMPLES, WIDTH, STEPS = 8, 4, 3
 BATCH = {
     "x": np.ones((EXAMPLES, WIDTH), np.float32),
     "is": np.eye(EXAMPLES, dtype=np.float32),  # which example a row is
@@ -89,7 +89,7 @@ def loss_fn(model: Any, batch: dict[str, jax.Array]) -> Any:
 def noise_of(kind: type, **knobs: Any) -> np.ndarray:
     """The noise of a run on a hybrid mesh, (steps, places, examples)."""
     policy = jshard.Policy(min_shard_elements=0, **knobs)
-    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), policy)
     optimizer = optax.sgd(0.0)
     state = fsdp.init(lambda rngs: Model(kind, rngs), optimizer)
     step = fsdp.train_step(loss_fn, optimizer)

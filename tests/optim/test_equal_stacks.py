@@ -117,7 +117,8 @@ ACROSS = {
 }
 
 
-@pytest.mark.quick("adam-2")
+# By default test_layers_apart.py has per_layer of equal Stacks and of nested ones.
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "replica", "offload"),

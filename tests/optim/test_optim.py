@@ -87,7 +87,8 @@ TRANSFORMATIONS = parity.TRANSFORMATIONS | {
 }
 
 
-@pytest.mark.quick("masked")  # tests/test_parity.py has Muon
+# By default test_layers_apart.py compares an optimizer of tensors with its formula.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_per_layer_is_the_optimizer_on_unstacked_layers(name):
     params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
@@ -137,7 +138,7 @@ def update_on(fsdp: jshard.FSDP, tx: Any) -> Any:
     return jax.jit(update)
 
 
-@pytest.mark.quick("True-False", "False-True")
+@pytest.mark.quick("False-True")
 @pytest.mark.parametrize("with_params", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_extra_arguments_reach_every_layer(sharded, with_params):
@@ -190,6 +191,7 @@ def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     assert sum(c.times for c in matrices) <= 5 * rounds
 
 
+@pytest.mark.slow  # by default test_whole_layers.py has replicated layers
 def test_whole_matrix_optimizers_update_replicated_stacks_too():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=36))
     tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))

@@ -204,7 +204,8 @@ def test_the_moments_of_a_parameter_are_rounded_apart():
     assert np.mean(first != second) > 0.2
 
 
-@pytest.mark.quick("False")
+# By default a test below compares a training step's update on meshes.
+@pytest.mark.slow
 @pytest.mark.parametrize("per_layer", [True, False])
 def test_the_same_values_are_rounded_alike_on_every_mesh(per_layer):
     tx = jshard.optim.bf16_moments(KEEP)
