@@ -12,7 +12,9 @@ from jshard.nn.blockwise_attention import Scores, blockwise_attention
 def blocks(T: int, S: int, block: int | None = None, **scores: Any) -> list[tuple]:
     """Of each range of queries: its blocks, the queries of one, and their keys."""
     q, k = (jax.ShapeDtypeStruct((1, n, 1, 4), jnp.float32) for n in (T, S))
-    attend = lambda q, k: blockwise_attention(q, k, k, None, Scores(1.0, **scores), block)
+    attend = lambda q, k: blockwise_attention(
+        q, k, k, None, Scores(1.0, **scores), block
+    )
     scans = [x for x in jax.make_jaxpr(attend)(q, k).eqns if x.primitive.name == "scan"]
     found = []
     for scan in scans:

@@ -38,8 +38,8 @@ def test_a_split_head_with_padding_has_the_losses_and_gradients_of_the_whole(x64
         for fn in (total, squared):
             value, grads = jax.value_and_grad(fn, argnums=(0, 1, 3))(*args)
             found.append((jax.lax.psum(value, TENSOR), grads))
-        uneven = lambda head: (1 + jax.lax.axis_index(TENSOR)) * total(
-            args[0], head, *args[2:]
+        uneven = lambda head: (
+            (1 + jax.lax.axis_index(TENSOR)) * total(args[0], head, *args[2:])
         )
         return [x for x, _ in found], [x for _, x in found], jax.grad(uneven)(args[1])
 
@@ -91,18 +91,14 @@ def capped_plain(x, head, targets, weights):
         (3, 24, 49, True),
     ],
 )
-def test_the_columns_of_a_head_are_all_or_a_devices(
-    devices, columns, vocabulary, fits
-):
+def test_the_columns_of_a_head_are_all_or_a_devices(devices, columns, vocabulary, fits):
     mesh = AbstractMesh((devices,), (TENSOR,), (AxisType.Auto,))
 
     def local(x, head, targets):
         with split_sequences():
             return token_log_probs(x, head, targets, chunk=2, vocabulary=vocabulary)
 
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
+    run = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     args = (
         jax.ShapeDtypeStruct((2, 3, 4), jnp.float32),
         jax.ShapeDtypeStruct((4, columns), jnp.float32),

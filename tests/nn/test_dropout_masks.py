@@ -42,7 +42,9 @@ def kept(mesh: Any, parts: int = 1) -> np.ndarray:
         return jnp.concatenate(outputs)
 
     spec = batch_spec(mesh, 3)
-    run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
     values = np.asarray(jax.jit(run)(jnp.ones(SHAPE)))
     assert set(np.unique(values)) == {np.float32(0), np.float32(1 / (1 - RATE))}
     return values > 0
@@ -62,7 +64,9 @@ def test_masks_are_bitwise_equal_on_every_mesh_and_without_one():
         {"context": 2, "tensor": 2},
     ):
         np.testing.assert_array_equal(kept(jshard.make_mesh(**sizes)), want)
-    np.testing.assert_array_equal(kept(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), 2), want)
+    np.testing.assert_array_equal(
+        kept(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), 2), want
+    )
 
 
 def test_examples_in_stages_of_a_pipeline_have_their_place_in_the_batch():
@@ -153,7 +157,9 @@ def test_a_micro_batch_leaves_counts_and_keys_to_the_last():
     old, new = values(before), values(after)
     for last in (False, jnp.asarray(False), True, jnp.asarray(True)):
         got = values(dropout.merge_state(before, after, last=last))
-        want = {name: old[name] if name in drawn and not last else new[name] for name in new}
+        want = {
+            name: old[name] if name in drawn and not last else new[name] for name in new
+        }
         assert got == want
     # The key of a Dropout never moves.
     other = jax.tree.map(lambda x: x, after)
@@ -190,7 +196,11 @@ def test_keys_are_folded_for_a_device_and_stored_without_it():
 
         spec = jax.sharding.PartitionSpec("fsdp")
         run = jax.shard_map(
-            local, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec(), check_vma=False
+            local,
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=jax.sharding.PartitionSpec(),
+            check_vma=False,
         )
         # The model of one device alone replaces its key.
         return np.asarray(jax.jit(run)(jnp.array([False, True]))).tolist()

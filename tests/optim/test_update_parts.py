@@ -1,4 +1,4 @@
-"""The parts of an update, each by its formula: averages, scales, and what a step takes."""
+"""The parts of an update, each by its formula: averages, scales, clipping, shards."""
 
 from typing import Any
 
