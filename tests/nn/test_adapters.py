@@ -4,6 +4,7 @@ The reference is the model as an ordinary Flax module without adapters, on one d
 its weights are ``W + s A B``, or DoRA's, which the test computes itself. In float64.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -16,14 +17,51 @@ from flax import nnx
 
 import jshard
 import parity
-from split_models import MODELS, batch, loss_fn
+from split_models import MODELS, VOCABULARY, batch, loss_fn
 
 RANK, ALPHA, STEPS = 3, 5.0, 3
 ALL = ("*", "head", "embed")
 TX = optax.adamw(1e-2)
 
+OPTIONS: dict[str, Any] = {"param_dtype": float}
+
+
+def waves(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Initial values that compile in no time."""
+    del key
+    return jnp.sin(jnp.arange(math.prod(shape), dtype=dtype) ** 2).reshape(shape) / 4
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        make = functools.partial(nnx.Linear, **OPTIONS, kernel_init=waves, rngs=rngs)
+        self.up, self.down = make(16, 20), make(20, 16)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Small(nnx.Module):
+    """All kinds of layers, and little to compile."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        options = OPTIONS | {"rngs": rngs}
+        table = nnx.Embed(VOCABULARY, 16, embedding_init=waves, **options)
+        self.embed = jshard.Unit(table)
+        self.blocks = jshard.Stack(Layer, 2, rngs=rngs)
+        head = nnx.Linear(16, VOCABULARY, kernel_init=waves, **options)
+        self.head = jshard.Unit(head)
+
+    def loss(self, inputs: Any, targets: Any, weights: Any) -> jshard.Mean:
+        logits = self.head(self.blocks(self.embed(inputs)))
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jshard.Mean(jnp.sum(loss * weights), jnp.sum(weights))
+
+
 # model, targets, further arguments of add_lora, and the mesh
 CASES: dict[str, tuple[str, tuple[str, ...], dict, dict]] = {
+    "small": ("small", ALL, {}, {"replica": 2}),
+    "small dora": ("small", ("*", "head"), {"dora": True}, {"devices": 3}),
     "one device": ("untied llama", ALL, {}, {"devices": 1}),
     "rslora": ("untied llama", ALL, {"rank_stabilized": True}, {"devices": 3}),
     "dora": (
@@ -72,6 +110,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict, dict]] = {
 
 
 def plain(model: str, rngs: nnx.Rngs) -> Any:
+    if model == "small":
+        return Small(rngs)
     return MODELS[model](rngs, **({"dropout": 0.0} if model == "gpt" else {}))
 
 
@@ -113,7 +153,8 @@ def merged(model: Any, adapters: nnx.State, options: dict) -> Any:
     return model
 
 
-@pytest.mark.quick("dora", "split experts")
+# tests/nn/test_adapted_layers.py has the formulas of the other kinds by default.
+@pytest.mark.quick("small dora")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -123,11 +164,11 @@ def test_adapters_train_as_in_merged_weights(case):
         mesh = mesh | {"devices": jax.devices()[:number]}
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), jshard.Policy(min_shard_elements=0))
     start = lambda rngs: make(name, targets, options, rngs)
-    model = start(nnx.Rngs(jax.random.key(0)))
+    model = nnx.jit(lambda: start(nnx.Rngs(jax.random.key(0))))()
     state = fsdp.from_model(model, TX, wrt=nnx.LoRAParam)
     step = fsdp.train_step(loss_fn, TX)
 
-    adapters = nnx.state(model, nnx.LoRAParam)
+    adapters, frozen = nnx.state(model, nnx.LoRAParam), fsdp.fetch(state.frozen)
     graphdef, rest = nnx.split(plain(name, nnx.Rngs(jax.random.key(0))))
 
     @jax.jit
@@ -145,6 +186,7 @@ def test_adapters_train_as_in_merged_weights(case):
         adapters, opt_state = update(grads, opt_state, adapters)
     found = parity.by_path(fsdp.fetch(state.params))
     assert parity.worst(found, parity.by_path(adapters)) <= 1e-9
+    jax.tree.map(np.testing.assert_array_equal, fsdp.fetch(state.frozen), frozen)
 
 
 def padded(examples: dict[str, Any], devices: int) -> dict[str, Any]:

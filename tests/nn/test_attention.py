@@ -149,7 +149,8 @@ def test_what_tracing_for_changes_is_as_before_after_an_error():
         primitives("cudnn", H100)
 
 
-@pytest.mark.parametrize("implementation", ["auto", "xla"])
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["auto", "xla", "blockwise"])
 def test_attention_is_softmax_of_scaled_scores_times_values(implementation):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, T, N, 8)) for T, N in ((5, 4), (7, 2), (7, 2)))

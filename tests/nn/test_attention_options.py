@@ -130,12 +130,14 @@ def test_blockwise_attention_is_the_definition_in_any_case(call, soft_cap, block
 IDS = np.array([[1, 1, 0, 0, 0, 1, 1], [2, 2, 2, 2, 2, 2, 2]])
 
 
+@pytest.mark.quick("shapes1", "shapes3", "shapes4")
 @pytest.mark.parametrize(
     ("shapes", "options", "soft_cap", "block"),
     [
         ((2, 7, 7, 6, 2, 4), {"is_causal": True}, None, 3),
         ((2, 7, 7, 4, 1, 4), {"is_causal": True, "window": 3, "scale": 0.3}, 0.7, 2),
         ((2, 7, 7, 2, 2, 4), {"is_causal": True, "segment_ids_BT": IDS}, 5.0, 3),
+        ((2, 7, 7, 2, 1, 4), {"is_causal": False, "segment_ids_BT": IDS}, None, 2),
         ((2, 5, 8, 2, 1, 4), {"is_causal": False}, 0.7, 4),
         # The last block of keys is filled up, and no causality hides the filling.
         ((2, 4, 7, 2, 1, 4), {"is_causal": False}, None, 3),
@@ -161,9 +163,11 @@ def test_a_row_with_more_documents_than_stated_is_nan_and_others_are_not():
     q, k, v = arrays((2, 4, 4, 2, 1, 4))
     ids = jnp.array([[0, 1, 0, 0], [5, 5, 7, 7]])
     for implementation in ("xla", "blockwise"):
-        out = jshard.nn.dot_product_attention(
-            q, k, v, segment_ids_BT=ids, max_segments=2, implementation=implementation
+        attend = functools.partial(
+            jshard.nn.dot_product_attention, implementation=implementation
         )
+        run = jax.jit(attend, static_argnames="max_segments")
+        out = run(q, k, v, segment_ids_BT=ids, max_segments=2)
         assert jnp.isnan(out[0]).all()
         assert jnp.isfinite(out[1]).all()
 
@@ -197,6 +201,7 @@ def test_options_without_a_meaning_are_one_clear_line(options, why):
         jshard.nn.dot_product_attention(q, k, v, **options)
 
 
+@pytest.mark.quick("blockwise")
 @pytest.mark.parametrize("kernel", ["auto", "blockwise"])
 def test_sinks_have_a_part_of_each_heads_weights(x64, kernel, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "SCORES", 1)
@@ -334,8 +339,9 @@ def loss_fn(model, batch):
     return jshard.Mean(jnp.sum(jnp.sin(model(batch))), batch["x"].size)
 
 
+# By default tests/parallel/test_context.py trains models that attend in blocks.
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("dots")
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_blocks_in_a_sharded_step_follow_one_device_and_the_definition(
     remat, monkeypatch

@@ -1,5 +1,6 @@
 """LoRA: adapters that start as nothing, train alone, and travel alone."""
 
+import functools
 from typing import Any
 
 import jax
@@ -28,6 +29,16 @@ SIZES = Sizes(layers=2, dtype=float)
 ADAPTERS = {f"blocks.{layer}.lora_{side}" for layer in ("up", "down") for side in "ab"}
 
 
+@functools.cache
+def _made() -> Decoder:
+    return make(nnx.Rngs(0))
+
+
+def made() -> Decoder:
+    """A model of its own, of values that are made once."""
+    return nnx.clone(_made())
+
+
 def make(rngs: nnx.Rngs, **options: Any) -> Decoder:
     model = Decoder(SIZES, rngs)
     given = {"rank": 3, "alpha": 6.0, "param_dtype": float, "rngs": rngs}
@@ -41,13 +52,14 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def test_with_new_adapters_the_model_is_what_it_was():
-    adapted, plain = make(nnx.Rngs(0)), Decoder(SIZES, nnx.Rngs(0))
+    adapted, plain = made(), Decoder(SIZES, nnx.Rngs(0))
     rest = nnx.state(adapted, nnx.Not(nnx.LoRAParam))
     want = nnx.state(plain, nnx.Param)
     assert jax.tree.structure(rest) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, rest, want)
     tokens = jnp.asarray(batch()["tokens"])
-    np.testing.assert_array_equal(adapted(tokens), plain(tokens))
+    run = nnx.jit(lambda adapted, plain, tokens: (adapted(tokens), plain(tokens)))
+    np.testing.assert_array_equal(*run(adapted, plain, tokens))
     a = adapted.blocks.up.lora_a.get_value()
     assert a.shape == (2, 16, 3)
     assert 0.2 < np.abs(a).max() <= 16**-0.5  # PEFT's range
@@ -63,7 +75,7 @@ def test_with_new_adapters_the_model_is_what_it_was():
     ],
 )
 def test_targets_are_named_by_the_end_of_their_paths(targets, found):
-    model = make(nnx.Rngs(0), targets=targets)
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0), targets=targets))
     paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))]
     assert sorted({".".join(map(str, path[:-1])) for path in paths}) == found
 
@@ -74,16 +86,19 @@ def test_targets_are_named_by_the_end_of_their_paths(targets, found):
         ({"targets": ("q",)}, r"'q' matches no layer .*; there are blocks\.down, "),
         ({"targets": ("embed",), "dora": True}, "linear layers, unlike 'embed'"),
         ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"targets": ("none",)}, r"blocks\.up, embed, head\b"),
     ],
 )
 def test_what_cannot_be_adapted_is_an_error_of_one_line(options, message):
+    model = Decoder(SIZES, nnx.Rngs(0))
+    given = {"rank": 3, "alpha": 6.0, "rngs": nnx.Rngs(0)} | options
     with pytest.raises(jshard.UserError, match=message) as error:
-        make(nnx.Rngs(0), **options)
+        jshard.nn.add_lora(model, **given)
     assert "\n" not in str(error.value)
 
 
 def test_adapters_are_added_once():
-    model = make(nnx.Rngs(0))
+    model = made()
     with pytest.raises(jshard.UserError, match=r"'blocks\.down' has an adapter"):
         jshard.nn.add_lora(model, rank=1, alpha=1.0, rngs=nnx.Rngs(0))
 
@@ -124,6 +139,8 @@ def merged(model: Any) -> Any:
     return plain
 
 
+# By default test_adapters.py trains others on a mesh, as merged weights do.
+@pytest.mark.slow
 def test_only_adapters_train_as_they_do_in_merged_kernels(x64):
     policy = jshard.Policy(min_shard_elements=0)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)

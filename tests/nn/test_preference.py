@@ -1,6 +1,7 @@
-"""Losses of preferences against their papers' formulas, and adapters that are off."""
+"""Losses of preferences against their papers' formulas."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jshard
+from jshard.fsdp.mesh import split_sequences
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.loss import as_loss
 from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
@@ -74,7 +77,7 @@ def test_orpo_has_gradients_for_answers_of_any_probability(x64):
         return as_loss(orpo(policy, texts, beta=1.0)[0]).compute()
 
     sums = -jnp.asarray([[1e-9, 0.5, 1.0, 700.0], [0.5, 1e-9, 700.0, 1.0]])
-    assert np.all(np.isfinite(jax.grad(loss)(sums)))
+    assert np.all(np.isfinite(jax.jit(jax.grad(loss))(sums)))
 
 
 def test_answers_are_summed_where_they_are():
@@ -83,6 +86,24 @@ def test_answers_are_summed_where_they_are():
     sums, lengths = sum_of_answers(log_probs_RT, is_answer_RT)
     np.testing.assert_array_equal(sums, [-2, -12])
     np.testing.assert_array_equal(lengths, [1, 2])
+
+
+def test_answers_are_summed_over_the_parts_of_their_sequences():
+    log_probs_RT = -jnp.arange(1.0, 9).reshape(2, 4)
+    is_answer_RT = jnp.asarray([[0, 1, 1, 0], [0, 0, 1, 1]], bool)
+    mesh = jshard.make_mesh(context=2, devices=jax.devices()[:2])
+
+    def local(log_probs_RT, is_answer_RT):
+        with split_sequences():
+            return sum_of_answers(log_probs_RT, is_answer_RT)
+
+    parts, whole = PartitionSpec(None, "context"), PartitionSpec()
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=parts, out_specs=whole, check_vma=False
+    )
+    sums, lengths = jax.jit(run)(log_probs_RT, is_answer_RT)
+    np.testing.assert_array_equal(sums, [-5, -15])
+    np.testing.assert_array_equal(lengths, [2, 2])
 
 
 # The recipe's loss on meshes.
@@ -102,8 +123,44 @@ MODEL = LlamaConfig(
 T, PAIRS = 8, 24
 
 
-def make(objective: preference.Objective, rngs: nnx.Rngs) -> Llama:
-    model: Any = Llama(MODEL, rngs=rngs)
+class Small(nnx.Module):
+    """A decoder that looks at one token, and is little to compile."""
+
+    splits_sequences = True
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        del config
+        options: Any = {"param_dtype": jnp.float64, "rngs": rngs}
+        table = nnx.Embed(MODEL.vocab_size, 16, embedding_init=waves, **options)
+        self.embed = jshard.Unit(table)
+        self.linear = nnx.Linear(16, 16, kernel_init=waves, **options)
+        options |= {"use_bias": False, "kernel_init": waves}
+        self.head = jshard.Unit(nnx.Linear(16, MODEL.vocab_size, **options))
+
+    def features(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = self.embed(tokens_BT)
+        return x_BTD + jnp.tanh(self.linear(x_BTD))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.head(self.features(tokens_BT))
+
+    def log_probs(self, tokens_BT: jax.Array, targets_BT: jax.Array) -> tuple:
+        head_DV = jshard.gathered(self.head).kernel.get_value()
+        x_BTD = self.features(tokens_BT)
+        return jshard.nn.token_log_probs(x_BTD, head_DV, targets_BT, chunk=16), None
+
+
+def waves(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """Initial values that compile in no time."""
+    del key
+    return jnp.sin(jnp.arange(shape[0] * shape[1], dtype=dtype) ** 2).reshape(shape)
+
+
+MODELS: dict[str, Any] = {"small": Small, "llama": Llama}
+
+
+def make(name: str, objective: preference.Objective, rngs: nnx.Rngs) -> Any:
+    model: Any = MODELS[name](MODEL, rngs=rngs)
     jshard.nn.add_lora(model, rank=2, alpha=8.0, param_dtype=jnp.float64, rngs=rngs)
     linear: Any
     for _, linear in nnx.iter_modules(model):
@@ -155,18 +212,19 @@ def plain_loss(objective: preference.Objective, model: Any, base: Any) -> jax.Ar
 
 
 @functools.cache
-def plain_step(objective: preference.Objective) -> tuple[jax.Array, Any]:
+def plain_step(name: str, objective: preference.Objective) -> tuple[jax.Array, Any]:
     """The loss, and the adapters after a step of gradient descent."""
-    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
+    model = make(name, objective, nnx.Rngs(0))
+    base = MODELS[name](MODEL, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
-    loss, grads = jax.jit(
-        jax.value_and_grad(
-            lambda params: plain_loss(
-                objective, nnx.merge(graphdef, params, rest), base
-            )
-        )
-    )(params)
-    return loss, jax.tree.map(lambda p, g: p - g, params, grads)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_of(params: Any) -> jax.Array:
+        return plain_loss(objective, nnx.merge(graphdef, params, rest), base)
+
+    loss, grads = loss_of(params)
+    return loss, jax.tree.map(lambda p, g: p - np.asarray(g), params, grads)
 
 
 SHAPES: dict[str, Callable[[], Any]] = {
@@ -180,48 +238,44 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64):
-    @nnx.jit
-    def compute(model, rows):
-        return as_loss(preference.loss_fn(model, rows)[0]).compute()
-
-    for loss in ("dpo", "orpo"):
-        objective = preference.Objective(loss, 0.5, 0.0, False)
-        want, _ = plain_step(objective)
-        assert error(compute(make(objective, nnx.Rngs(0)), batch()), want) <= 1e-9
-
-
-@pytest.mark.quick("dpo-context-1")
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.quick("small-orpo")  # the step below has the other
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])
-def test_a_step_on_a_mesh_follows_a_plain_one(x64, loss, shape, accumulate):
+@pytest.mark.parametrize("name", MODELS)
+def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, name, loss):
     objective = preference.Objective(loss, 0.5, 0.0, False)
-    want_loss, want = plain_step(objective)
+
+    @nnx.jit
+    def both(model, base, rows):
+        got = as_loss(preference.loss_fn(model, rows)[0]).compute()
+        return got, plain_loss(objective, model, base)
+
+    model = make(name, objective, nnx.Rngs(0))
+    base = MODELS[name](MODEL, rngs=nnx.Rngs(0))
+    got, want = both(model, base, batch())
+    assert error(got, want) <= 1e-9
+
+
+@pytest.mark.quick("small")
+@pytest.mark.parametrize(
+    ("name", "loss", "shape", "accumulate"),
+    [
+        ("small", "dpo", "context", 1),
+        *itertools.product(["llama"], ["dpo", "orpo"], SHAPES, [1, 3]),
+    ],
+)
+def test_a_step_on_a_mesh_follows_a_plain_one(x64, name, loss, shape, accumulate):
+    objective = preference.Objective(loss, 0.5, 0.0, False)
+    want_loss, want = plain_step(name, objective)
     mesh = SHAPES[shape]()
     groups = mesh.size // (2 if shape in ("context", "tensor") else 1)
     if PAIRS % (groups * accumulate):
         accumulate = 1
     policy = jshard.Policy(accumulate=accumulate, min_shard_elements=0)
     fsdp, optimizer = jshard.FSDP(mesh, policy), optax.sgd(1.0)
-    state = fsdp.from_model(make(objective, nnx.Rngs(0)), optimizer, wrt=nnx.LoRAParam)
+    model = make(name, objective, nnx.Rngs(0))
+    state = fsdp.from_model(model, optimizer, wrt=nnx.LoRAParam)
     step = fsdp.train_step(preference.loss_fn, optimizer)
     state, metrics = step(state, fsdp.shard_batch(batch()))
     assert error(metrics["loss"], want_loss) <= 1e-9
     got, want = map(by_path, (fsdp.fetch(state.params), want))
     assert max(error(got[path], want[path]) for path in want) <= 1e-9
-
-
-def test_with_adapters_off_the_model_is_the_base_and_then_itself_again(x64):
-    objective = preference.Objective("dpo", 0.1, 0.0, False)
-    model, base = make(objective, nnx.Rngs(0)), Llama(MODEL, rngs=nnx.Rngs(0))
-    tokens = jnp.asarray(batch()["inputs"][:, :T])
-    run = nnx.jit(lambda model, tokens: model(tokens))
-    before = run(model, tokens)
-    with jshard.nn.adapters_off(model):
-        np.testing.assert_array_equal(run(model, tokens), run(base, tokens))
-    np.testing.assert_array_equal(run(model, tokens), before)
-    assert not np.array_equal(before, run(base, tokens))
-    message = "the model has no adapters"
-    with pytest.raises(jshard.UserError, match=message), jshard.nn.adapters_off(base):
-        pass

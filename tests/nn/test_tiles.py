@@ -18,9 +18,10 @@ def gradients(module, x, tokens):
         y = tiled(lambda m, x: jnp.sin(m(x)), nnx.merge(graphdef, state), x, tokens)
         return jnp.sum(y**2)
 
-    return jax.value_and_grad(loss, argnums=(0, 1))(state, x)
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(state, x)
 
 
+@pytest.mark.quick("7")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("tokens", [1, 6, 7, 24, 1000])
 def test_tiles_compute_what_the_whole_does(tokens):
@@ -28,6 +29,24 @@ def test_tiles_compute_what_the_whole_does(tokens):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 4)))
     got, want = gradients(module, x, tokens), gradients(module, x, 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, want)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length"),
+    [(0, 12), (24, 12), (1000, 12), (23, 6), (12, 6), (11, 4), (6, 3), (5, 2), (1, 1)],
+)
+def test_a_tile_has_as_many_tokens_as_are_allowed(tokens, length):
+    seen = []
+
+    def fn(module, x):
+        seen.append(x.shape)
+        return x[..., 0]
+
+    x = jax.ShapeDtypeStruct((2, 12, 4), jnp.float32)
+    module = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    got = jax.eval_shape(lambda x: tiled(fn, module, x, tokens), x)
+    assert got.shape == (2, 12)
+    assert set(seen) == {(2, length, 4)}
 
 
 @pytest.mark.usefixtures("x64")
@@ -42,7 +61,7 @@ def test_gradients_of_tiles_are_summed_in_float32():
         return jnp.sum(tiled(lambda m, x: m(x), module, x, 1).astype(jnp.float32))
 
     # 512 ones: in bfloat16 their sum stays at 256.
-    grad = jax.grad(loss)(state, jnp.ones((1, 512, 1), jnp.bfloat16))
+    grad = jax.jit(jax.grad(loss))(state, jnp.ones((1, 512, 1), jnp.bfloat16))
     assert float(grad.kernel.get_value()[0, 0]) == 512
 
 

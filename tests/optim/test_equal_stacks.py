@@ -117,7 +117,8 @@ ACROSS = {
 }
 
 
-@pytest.mark.quick("adam-2")
+# By default test_layers_apart.py has per_layer of equal Stacks and of nested ones.
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "replica", "offload"),
@@ -139,7 +140,7 @@ def test_layers_of_equal_stacks_train_as_if_each_had_an_optimizer_of_its_own(
 
 def test_the_state_of_a_stack_is_found_by_its_path_in_the_model():
     tx = jshard.optim.per_layer(optax.adam(1e-2))
-    state = tx.init(nnx.state(Model(nnx.Rngs(0)), nnx.Param))
+    state = jax.eval_shape(tx.init, nnx.state(Model(nnx.Rngs(0)), nnx.Param))
     stacked = state.stacked  # pyright: ignore[reportAttributeAccessIssue]
     assert set(stacked) == {"encoder.layers", "decoder.layers", "deep"}
     assert set(stacked["deep"].stacked) == {"deep.inner"}
@@ -163,7 +164,7 @@ class Root(nnx.Module):
 def test_stacks_that_are_the_model_and_aliases_of_weights_have_states(make, names):
     params = nnx.state(make(), nnx.Param)
     tx = jshard.optim.per_layer(optax.lamb(1e-2))
-    state: Any = tx.init(params)
+    state: Any = jax.eval_shape(tx.init, params)
     assert sorted(state.stacked) == names
-    _, after = tx.update(params, state, params)
+    _, after = jax.eval_shape(tx.update, params, state, params)
     assert jax.tree.structure(after) == jax.tree.structure(state)

@@ -50,7 +50,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.quick("plateau-True", "polyak", "per-layer")
+@pytest.mark.quick("plateau-True")
 @pytest.mark.parametrize(
     ("name", "scaled", "offload"),
     [

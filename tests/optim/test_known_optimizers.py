@@ -60,7 +60,7 @@ def close(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("name", sorted(OF_NUMBERS))
 def test_what_is_said_to_look_at_numbers_does_not_see_others(name):
     assert unknown_part(make(name), OF_NUMBERS) is None
-    numbers = jnp.linspace(-1, 1, 6).reshape(2, 3)
+    numbers = jnp.linspace(-1, 0.8, 3).reshape(1, 3)
     alone = [run(make(name), number) for number in numbers.ravel()]
     close(run(make(name), numbers).ravel(), jnp.stack(alone))
 
@@ -176,7 +176,7 @@ TALL = optax.contrib.MuonDimensionNumbers((0, 1), 2)
 CUBES = lambda params: jax.tree.map(lambda p: TALL if p.ndim == 3 else None, params)
 
 
-@pytest.mark.quick("adaptive", "numbers", "masked", "chained")
+@pytest.mark.quick("adaptive", "numbers")
 @pytest.mark.parametrize(
     "tx",
     [
@@ -196,11 +196,13 @@ def test_muon_on_whole_layers_is_muon_with_the_same_state(tx):
     params = {name: jnp.asarray(rng.normal(size=s)) for name, s in shapes.items()}
     other = with_whole_layers(tx)
     assert other is not tx
-    close(run(other, params), run(tx, params))
+    both = jax.jit(lambda params: (run(other, params), run(tx, params)))
+    close(*both(params))
     same = lambda x, y: x.shape == y.shape and x.dtype == y.dtype
-    assert jax.tree.all(jax.tree.map(same, other.init(params), tx.init(params)))
-    _, after = other.update(params, other.init(params), params)
-    assert jax.tree.all(jax.tree.map(same, after, tx.init(params)))
+    starts = [jax.eval_shape(x.init, params) for x in (other, tx)]
+    assert jax.tree.all(jax.tree.map(same, *starts))
+    _, after = jax.eval_shape(other.update, params, starts[0], params)
+    assert jax.tree.all(jax.tree.map(same, after, starts[1]))
 
 
 def test_what_has_no_muon_in_it_is_left_as_it_is():

@@ -71,7 +71,8 @@ def scale_of(state: jshard.TrainState) -> loss_scale.LossScale:
     return state.loss_scale
 
 
-@pytest.mark.quick("1")
+# By default a test below does it at any scale, in float16.
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_scale_changes_no_float32_gradient(accumulate):
     scaled, _ = run(make_batches(3), accumulate=accumulate)
@@ -80,6 +81,7 @@ def test_a_scale_changes_no_float32_gradient(accumulate):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow  # a test below is stricter, with parameters in float16
 def test_float16_follows_float32():
     half = jshard.Precision(compute="float16", reduce="float16")
     got, history = run(make_batches(20), precision=half)

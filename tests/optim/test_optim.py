@@ -87,7 +87,8 @@ TRANSFORMATIONS = parity.TRANSFORMATIONS | {
 }
 
 
-@pytest.mark.quick("adafactor", "masked")  # tests/test_parity.py has Muon
+# By default test_layers_apart.py compares an optimizer of tensors with its formula.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_per_layer_is_the_optimizer_on_unstacked_layers(name):
     params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
@@ -137,6 +138,7 @@ def update_on(fsdp: jshard.FSDP, tx: Any) -> Any:
     return jax.jit(update)
 
 
+@pytest.mark.quick("False-True")
 @pytest.mark.parametrize("with_params", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_extra_arguments_reach_every_layer(sharded, with_params):
@@ -169,7 +171,7 @@ def make_stack(layers: int, shape: tuple[int, ...]) -> Any:
     return Stacked
 
 
-@pytest.mark.quick("3", "9")
+@pytest.mark.quick("9")
 @pytest.mark.parametrize("layers", [1, 3, 4, 9])
 def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
@@ -189,6 +191,7 @@ def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     assert sum(c.times for c in matrices) <= 5 * rounds
 
 
+@pytest.mark.slow  # by default test_whole_layers.py has replicated layers
 def test_whole_matrix_optimizers_update_replicated_stacks_too():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=36))
     tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
@@ -205,11 +208,22 @@ def muon_updates(params: Any) -> dict[str, Any]:
     return dict(updates)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def train(fsdp: jshard.FSDP, tx: Any, steps: int = 2) -> Any:
+class Small(nnx.Module):
+    """A Stack and a Unit."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = jshard.Stack(Layer, 2, rngs=rngs)
+        self.head = jshard.Unit(Layer(rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.layers(x))
+
+
+def train(fsdp: jshard.FSDP, tx: Any, steps: int = 2, model: Any = Model) -> Any:
     def loss_fn(model, x):
         return jshard.Mean(jnp.sum(model(x) ** 2), x.shape[0])
 
-    state = fsdp.init(Model, tx)
+    state = fsdp.init(model, tx)
     step = fsdp.train_step(loss_fn, tx)
     for seed in range(steps):
         x = np.random.default_rng(seed).normal(size=(16, WIDTH))
@@ -306,7 +320,7 @@ def test_moments_are_sharded_like_their_parameters(name, wrap):
 def test_factored_statistics_and_counts_are_replicated():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY)
     tx = jshard.optim.per_layer(parity.TRANSFORMATIONS["adafactor"]())
-    state = train(fsdp, tx, steps=1)
+    state = train(fsdp, tx, steps=1, model=Small)
     for statistic in ("v_row", "v_col"):
         parts = found(state.opt_state, statistic)
         assert parts
