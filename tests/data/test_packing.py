@@ -140,7 +140,8 @@ def check_losses(kind, config, folder):
     data = text(folder, sequence_length=T, pack=True, max_segments=4)
     found = [window(data, i) for i in range(8)]
     packed = kind(dataclasses.replace(config, max_segments=4), rngs=nnx.Rngs(0))
-    model = kind(config, rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    nnx.update(model, nnx.state(packed))
     batch = {key: np.stack([row[key] for row in found]) for key in found[0]}
 
     def packed_loss(model):

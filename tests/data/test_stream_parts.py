@@ -49,7 +49,7 @@ def numbers(reader: PartReader) -> list[list[int]]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_part_goes_on_within_an_item_however_often_it_is_resumed(size, sizes):
     whole = numbers(part(size, *sizes))
-    assert sum(whole, []) == list(range(12))
+    assert [i for batch in whole for i in batch] == list(range(12))
     assert {len(batch) for batch in whole[:-1]} <= {size}
     state, found = part(size, *sizes).state(), []
     while True:

@@ -70,7 +70,7 @@ def test_experts_and_parts_share_the_bytes_of_their_array():
 
 
 def test_what_the_files_have_no_place_for_is_a_users_error():
-    with pytest.raises(UserError, match="the recipe's map lacks embed.embedding"):
+    with pytest.raises(UserError, match=r"the recipe's map lacks embed\.embedding"):
         Exported(ABOUT).tensors({})
     with pytest.raises(UserError, match="the checkpoint has no averages"):
         Exported(ABOUT, ema=True).tensors()
