@@ -18,6 +18,7 @@ from flax import nnx
 import hlo
 import jshard
 import parity
+from filled import filled
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.moe import MixtureOfExperts, Router, load_balancing_loss
 from jshard.recipes.llama import loss_fn
@@ -116,11 +117,7 @@ def make_model(family: str, **options: Any) -> Llama:
     """A model in float64 whose parameters are all random, and not small."""
     config = LlamaConfig(**SMALL | FAMILIES[family] | options)
     config = dataclasses.replace(config, dtype=jnp.float64, param_dtype=jnp.float64)
-    model, rng = Llama(config, rngs=nnx.Rngs(0)), np.random.default_rng(0)
-    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        noise = 0.3 * rng.standard_normal(variable.get_value().shape)
-        variable.set_value(variable.get_value() + noise)
-    return model
+    return filled(lambda: Llama(config, rngs=nnx.Rngs(0)))
 
 
 def packed_batch(rows: int, T: int) -> dict[str, np.ndarray]:
