@@ -207,6 +207,7 @@ def test_the_number_of_processes_may_change(name, before, after, tmp_path):
     assert len(rest) == STEPS - 5
 
 
+@pytest.mark.core
 def test_nothing_is_read_again_or_by_another_process():
     made = {}
 

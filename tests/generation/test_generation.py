@@ -118,6 +118,7 @@ def test_weights_are_the_first_operands_of_products_on_cpus(tied):
     assert sorted(map(int, products)) == sorted([48, 16, 64, 16] * 2 + [VOCAB])
 
 
+@pytest.mark.core
 def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
     model, generator = make_model(), one_generator()
     together = generator(PROMPTS, length=10, sampling=Sampling(0))
@@ -171,7 +172,9 @@ def test_long_prompts_are_read_in_parts_and_the_context_ends_a_text(monkeypatch)
 
 def test_streaming_gives_the_same_tokens_one_at_a_time():
     generator = one_generator()
-    parts = list(generator.stream(PROMPTS[:1], length=10, sampling=Sampling(0), chunk=1))
+    parts = list(
+        generator.stream(PROMPTS[:1], length=10, sampling=Sampling(0), chunk=1)
+    )
     assert [part.shape for part in parts] == [(1, 1)] * 10
     whole = generator(PROMPTS[:1], length=10, sampling=Sampling(0))
     assert np.concatenate(parts, 1).tolist() == whole

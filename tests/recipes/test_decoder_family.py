@@ -302,9 +302,9 @@ def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normali
         got = jax.jit(
             jax.value_and_grad(lambda *a, i=i: grouped(*a)[i], argnums=(0, 1))
         )(params, x_BTD)
-        want = jax.value_and_grad(lambda *a, i=i: looped(*a)[i], argnums=(0, 1))(
-            nnx.to_pure_dict(params), x_BTD
-        )
+        want = jax.jit(
+            jax.value_and_grad(lambda *a, i=i: looped(*a)[i], argnums=(0, 1))
+        )(nnx.to_pure_dict(params), x_BTD)
         got = (got[0], (nnx.to_pure_dict(got[1][0]), got[1][1]))
         errors = jax.tree.map(parity.error, got, want)
         assert max(jax.tree.leaves(errors)) <= 1e-9
