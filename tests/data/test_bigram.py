@@ -7,7 +7,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from jshard.data.batches import eval_batches
 from jshard.data.text.bigram import (
@@ -49,6 +49,7 @@ def probability(train: bytes, first: int, second: int) -> float:
     return (following.count(second) + kinds * single) / (len(following) + kinds)
 
 
+@settings(max_examples=20)
 @given(st.binary(min_size=2, max_size=60), st.binary(min_size=2, max_size=60))
 def test_the_loss_is_the_mean_of_witten_and_bells_probabilities(train, held_out):
     pairs = itertools.pairwise(held_out)
@@ -56,6 +57,7 @@ def test_the_loss_is_the_mean_of_witten_and_bells_probabilities(train, held_out)
     assert loss(train, held_out) == pytest.approx(np.mean(want), rel=1e-12)
 
 
+@settings(max_examples=20)
 @given(st.binary(max_size=60))
 def test_probabilities_are_positive_and_sum_to_one_after_every_byte(train):
     p = bigram_probabilities(count_pairs(pieces(train)))
@@ -86,6 +88,7 @@ def test_the_held_out_text_is_not_what_the_model_is_fitted_on(tmp_path):
     assert got > 5
 
 
+@settings(max_examples=20)
 @given(
     st.lists(st.binary(max_size=9), max_size=5),
     st.one_of(st.none(), st.integers(0, 50)),

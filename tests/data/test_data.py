@@ -30,7 +30,7 @@ def x(example):
 # Batches of a step.
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     per_process=st.integers(1, 3),
     process_count=st.sampled_from(PROCESS_COUNTS),
@@ -130,6 +130,7 @@ def test_a_mistake_found_while_reading_reaches_the_loop_as_itself(tmp_path):
 # Evaluation.
 
 
+@settings(max_examples=30)
 @given(
     count=st.integers(1, 30),
     per_process=st.integers(1, 5),
@@ -168,6 +169,7 @@ def test_evaluation_sees_every_example_once_in_order_on_equally_many_batches(
     assert seen == list(range(min(count, num_batches * batch_size)))
 
 
+@settings(max_examples=30)
 @given(
     count=st.integers(1, 30),
     per_process=st.integers(1, 5),

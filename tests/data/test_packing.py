@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 
+from filled import filled
 from jshard.data.text.packing import best_fit
 from jshard.errors import UserError
 from jshard.models.gpt import GPT, GPTConfig
@@ -139,8 +140,9 @@ def check_losses(kind, config, folder):
     """Compares sums of losses and of gradients."""
     data = text(folder, sequence_length=T, pack=True, max_segments=4)
     found = [window(data, i) for i in range(8)]
-    packed = kind(dataclasses.replace(config, max_segments=4), rngs=nnx.Rngs(0))
-    model = kind(config, rngs=nnx.Rngs(0))
+    several = dataclasses.replace(config, max_segments=4)
+    packed = filled(lambda: kind(several, rngs=nnx.Rngs(0)))
+    model = filled(lambda: kind(config, rngs=nnx.Rngs(0)))
     batch = {key: np.stack([row[key] for row in found]) for key in found[0]}
 
     def packed_loss(model):

@@ -165,7 +165,8 @@ def together(parts: list[Any]) -> Any:
 def test_a_run_goes_on_where_it_was(name, tmp_path):
     whole = list(training(SOURCES[name]()))
     assert len(whole) == STEPS
-    for step in (1, 2, 3, 5, 11):  # 23 examples are an epoch, of just under 3 steps
+    # 23 examples are an epoch, of just under 3 steps.
+    for step in (2, 5) if "grain" in name else (1, 2, 3, 5, 11):
         state = stored(whole[step - 1].state, tmp_path)
         assert (state is None) == ("without a state" in name)
         rest = list(training(SOURCES[name](), state=state, start_step=step))
@@ -206,6 +207,7 @@ def test_the_number_of_processes_may_change(name, before, after, tmp_path):
     assert len(rest) == STEPS - 5
 
 
+@pytest.mark.core
 def test_nothing_is_read_again_or_by_another_process():
     made = {}
 

@@ -20,9 +20,14 @@ def qkv(dtype=jnp.float64):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("parts", [[7], [3, 4], [1] * 7])
+@pytest.mark.quick("plain-several", "window-one", "scores-whole")
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 3}, {"soft_cap": 2.0, "scale": 0.7}], ids=str
+    "parts", [[7], [3, 4], [1] * 7], ids=["whole", "several", "one"]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 3}, {"soft_cap": 2.0, "scale": 0.7}],
+    ids=["plain", "window", "scores"],
 )
 def test_equals_attention_over_whole_sequences(x64, parts, options):
     """However many tokens are given at a time; padding, on the right, is not seen."""
@@ -61,7 +66,7 @@ def test_positions_beyond_the_cache_are_written_nowhere():
     q, k, v = qkv(jnp.float32)
     positions = jnp.full((len(LENGTHS), T), 8).at[:, 1].set(-5)
     empty = KVCache.zeros(1, len(LENGTHS), 8, K, H, jnp.float32)
-    y, cache = attend(q, k, v, positions, empty, 0)
+    y, cache = jax.jit(attend, static_argnums=5)(q, k, v, positions, empty, 0)
     assert not any(jnp.any(x) for x in cache)
     assert jnp.all(jnp.isfinite(y))
 
@@ -69,7 +74,8 @@ def test_positions_beyond_the_cache_are_written_nowhere():
 def test_is_in_the_dtypes_of_queries_and_cache():
     q, k, v = qkv(jnp.bfloat16)
     empty = KVCache.zeros(1, len(LENGTHS), T, K, H, jnp.float32)
-    y, cache = attend(q, k, v, jnp.zeros((3, T), jnp.int32), empty, 0)
+    run = functools.partial(attend, layer=0)
+    y, cache = jax.eval_shape(run, q, k, v, jnp.zeros((3, T), jnp.int32), empty)
     assert y.dtype == jnp.bfloat16
     assert cache.k_BLKSH.dtype == jnp.float32
 
@@ -104,7 +110,8 @@ def test_crossed_attention_and_a_bias_are_a_plain_softmax():
 def test_shapes_that_would_broadcast_are_refused():
     cache = KVCache.zeros(1, 2, 4, 1, 8, jnp.float32)
     q, k = jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 1, 8))
-    attend(q, k, k, jnp.zeros((2, 3), jnp.int32), cache, 0)
+    run = functools.partial(attend, layer=0)
+    jax.eval_shape(run, q, k, k, jnp.zeros((2, 3), jnp.int32), cache)
     for positions in (jnp.arange(3), jnp.zeros((2, 1), jnp.int32)):
         with pytest.raises(AssertionError, match="shape"):
             attend(q, k, k, positions, cache, 0)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jshard import UserError
+from jshard.generation.decoding import NOTHING, Rows, decode_steps
 from jshard.generation.sampling import Sampling, filtered, sample
 
 
@@ -27,7 +28,7 @@ def reference(logits, temperature, top_k, top_p):
     return result
 
 
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
@@ -50,7 +51,7 @@ def test_the_tokens_that_remain_are_those_of_the_definition(
 def test_samples_have_the_probabilities_of_what_remains(sampling):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
     keys = jax.random.split(jax.random.key(0), 20_000)
-    tokens = jax.vmap(lambda key: sample(key, logits, sampling))(keys)
+    tokens = jax.jit(jax.vmap(lambda key: sample(key, logits, sampling)))(keys)
     frequency = np.bincount(tokens, minlength=8) / len(keys)
     want = jax.nn.softmax(filtered(logits, sampling))
     np.testing.assert_allclose(frequency, want, atol=0.015)
@@ -68,6 +69,27 @@ def test_temperature_zero_is_greedy():
 def test_equal_logits_at_the_limit_of_top_k_stay():
     kept = filtered(jnp.array([1.0, 1.0, 0.0]), Sampling(top_k=1))
     np.testing.assert_array_equal(jnp.isfinite(kept), [True, True, False])
+
+
+class Flat:
+    """A model to which all tokens are equally likely."""
+
+    def decode(self, tokens_BT, positions_BT, cache):
+        return jnp.zeros((*tokens_BT.shape, 1000)), cache
+
+
+def test_a_choice_follows_from_the_rows_seed_and_the_position_alone():
+    def tokens(seeds, positions, ends, count=6):
+        token_B = jnp.zeros(len(seeds), jnp.int32)
+        rows = Rows(token_B, *map(jnp.array, (positions, ends, seeds)), {})
+        rows, found_BT = decode_steps(Flat(), rows, count=count, sampling=Sampling())
+        return rows.position_B.tolist(), found_BT.tolist()
+
+    at, (one, other, later) = tokens([1, 2, 1], [0, 0, 2], [6, 6, 6])
+    assert at == [6, 6, 6]
+    assert len(set(one)) == len(set(other)) == 6  # of 1,000 tokens
+    assert not set(one) & set(other)
+    assert later == [*one[2:], NOTHING, NOTHING]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jshard.generation.scoring import padded_length, scores
 from jshard.generation.weight_placement import replicated, sharded
 from jshard.models.gpt import GPT, GPTConfig
@@ -25,7 +26,7 @@ CONFIG = GPTConfig(
 
 
 def make_model():
-    return GPT(CONFIG, rngs=nnx.Rngs(0))
+    return filled(lambda: GPT(CONFIG, rngs=nnx.Rngs(0)))
 
 
 def texts():

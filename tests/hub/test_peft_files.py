@@ -51,6 +51,50 @@ def test_rank_stabilized_adapters_of_experts_are_not_written(tmp_path):
         peft.write_config(tmp_path, about(2, 8, 32, 4), base)
 
 
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_config_says_which_dimension_of_matrices_is_first(transposed, tmp_path):
+    """As GPT-2's files have them, inputs are; PyTorch's Linear has outputs first."""
+    entry = {"shape": (4, 2), "dtype": "float32", "lora_alpha": 4, "layer_dims": 0}
+    arrays = {f"params.{x}.lora_{y}": entry for x in "qk" for y in "ab"}
+    about = {"arrays": arrays, "stacks": [], "config": {}}
+    base = {
+        f"{x}.kernel": FileTensor((f"{x}.weight",), transposed=transposed) for x in "qk"
+    }
+    base["embed.embedding"] = FileTensor(("embed.weight",))  # never is
+    peft.write_config(tmp_path, about, base)
+    written = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert written["fan_in_fan_out"] is not transposed
+    assert (written["r"], written["lora_alpha"]) == (2, 4)
+    assert written["target_modules"] == ["k", "q"]
+    assert not written["use_rslora"]
+    assert not written["use_dora"]
+
+
+def test_adapters_with_other_settings_than_the_runs_are_one_line(tmp_path):
+    own = {"lora_alpha": 6, "lora_rank_stabilized": True}
+    a = nnx.LoRAParam(np.zeros((32, 4)), **own)
+    right = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 6}
+    right |= {"use_rslora": True, "use_dora": True}
+
+    def problems(**changed: Any) -> list[str]:
+        (tmp_path / peft.CONFIG).write_text(json.dumps(right | changed))
+        return peft._config_problems(tmp_path, a, dora=True)
+
+    assert problems() == []
+    for changed, problem in {
+        "r": "lora.rank=2 there",
+        "lora_alpha": "lora.alpha=2 there",
+    }.items():
+        assert problems(**{changed: 2}) == [problem]
+    for changed, problem in {
+        "use_rslora": "lora.rslora=False there",
+        "use_dora": "lora.dora=False there",
+    }.items():
+        assert problems(**{changed: None}) == [problem]
+    assert problems(bias="all") == ["bias='all' is not supported"]
+    assert problems(rank_pattern={"q": 8}) == ["rank_pattern={'q': 8} is not supported"]
+
+
 def test_adapters_of_another_base_on_the_hub_are_one_line(tmp_path):
     def check(said: str | None, base: str) -> None:
         content = json.dumps({"base_model_name_or_path": said})

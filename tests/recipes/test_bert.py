@@ -15,6 +15,7 @@ from flax import nnx
 
 import jshard
 import parity
+from filled import filled
 from jshard.models.bert import Bert, BertConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
@@ -26,7 +27,7 @@ V, T, M = 40, 8, 4
 SMALL = BertConfig(
     vocab_size=V,
     sequence_length=T,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     width=16,
     hidden=24,
@@ -38,12 +39,8 @@ SMALL = BertConfig(
 def make_model(**options: Any) -> Bert:
     """A model in float64 whose parameters are all random, and not small."""
     options = {"dtype": jnp.float64, "param_dtype": jnp.float64, **options}
-    model = Bert(dataclasses.replace(SMALL, **options), rngs=nnx.Rngs(0))
-    rng = np.random.default_rng(0)
-    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        noise = 0.3 * rng.standard_normal(variable.get_value().shape)
-        variable.set_value(variable.get_value() + noise)
-    return model
+    config = dataclasses.replace(SMALL, **options)
+    return filled(lambda: Bert(config, rngs=nnx.Rngs(0)))
 
 
 def batch(rows: int) -> dict[str, Any]:

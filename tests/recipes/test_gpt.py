@@ -1,5 +1,8 @@
 """models/gpt.py: an ordinary Flax model with a loss that never holds all logits."""
 
+import functools
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jshard.generation import continue_prompts
 from jshard.models.gpt import GPT, GPTConfig
 
@@ -17,11 +21,16 @@ SMALL = GPTConfig(
 )
 
 
+def make_model(**changes: Any) -> GPT:
+    return filled(lambda: GPT(GPTConfig(**vars(SMALL) | changes), rngs=nnx.Rngs(0)))
+
+
 def tokens(batch: int = 8, length: int = 16) -> jax.Array:
     rng = np.random.default_rng(0)
     return jnp.asarray(rng.integers(0, 50, (batch, length), np.int32))
 
 
+@pytest.mark.quick("7", "1000")
 @pytest.mark.parametrize("chunk", [1, 7, 8, 1000])
 def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
     rng = np.random.default_rng(0)
@@ -37,43 +46,43 @@ def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
     def chunked(x, head):
         return jshard.nn.cross_entropy(x, head, targets, weights, chunk=chunk).total
 
-    want = jax.value_and_grad(plain, (0, 1))(x_BTD, head_DV)
-    got = jax.value_and_grad(chunked, (0, 1))(x_BTD, head_DV)
+    want = jax.jit(jax.value_and_grad(plain, (0, 1)))(x_BTD, head_DV)
+    got = jax.jit(jax.value_and_grad(chunked, (0, 1)))(x_BTD, head_DV)
     chex.assert_trees_all_close(got, want, rtol=1e-12)
-    mean = jshard.nn.cross_entropy(x_BTD, head_DV, targets, weights, chunk=chunk)
+    mean = jax.jit(functools.partial(jshard.nn.cross_entropy, chunk=chunk))(
+        x_BTD, head_DV, targets, weights
+    )
     assert mean.count == weights.sum()
 
 
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_that_of_the_logits(tied):
-    model = GPT(
-        GPTConfig(**vars(SMALL) | {"tied": tied}),
-        rngs=nnx.Rngs(0),
-    )
+    model = make_model(tied=tied)
     inputs = tokens()
-    logits_BTV = model(inputs)
+    logits_BTV = jax.jit(lambda model, x: model(x))(model, inputs)
     chex.assert_shape(logits_BTV, (8, 16, 50))
     want = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, inputs)
-    got = model.loss(inputs, inputs, jnp.ones(inputs.shape)).compute()
+    mean = jax.jit(lambda model, *x: model.loss(*x))
+    got = mean(model, inputs, inputs, jnp.ones(inputs.shape)).compute()
     np.testing.assert_allclose(got, jnp.mean(want), rtol=1e-6)
     assert hasattr(model, "head") != tied
 
 
 def test_no_position_sees_a_later_token():
-    model = GPT(SMALL, rngs=nnx.Rngs(0))
+    model = make_model()
     before = tokens()
     after = before.at[:, 9].set((before[:, 9] + 1) % 50)
-    first, second = model(before), model(after)
+    logits = jax.jit(lambda model, x: model(x))
+    first, second = logits(model, before), logits(model, after)
     np.testing.assert_array_equal(first[:, :9], second[:, :9])
     assert not np.allclose(first[:, 9], second[:, 9])
 
 
 def test_bf16_logits_and_loss_are_fp32():
-    model = GPT(GPTConfig(**vars(SMALL) | {"dtype": jnp.bfloat16}), rngs=nnx.Rngs(0))
-    inputs = tokens()
-    assert model(inputs).dtype == jnp.float32
-    mean = model.loss(inputs, inputs, jnp.ones(inputs.shape))
+    model, inputs = make_model(dtype=jnp.bfloat16), tokens()
+    assert jax.eval_shape(model, inputs).dtype == jnp.float32
+    mean = jax.eval_shape(model.loss, inputs, inputs, jnp.ones(inputs.shape))
     assert isinstance(mean, jshard.Mean)
     assert mean.total.dtype == jnp.float32
 
@@ -91,7 +100,7 @@ def test_generation_keeps_the_prompt_and_does_not_depend_on_the_mesh():
             jshard.make_mesh(devices=jax.devices()[:devices]),
             jshard.Policy(min_shard_elements=0),
         )
-        state = fsdp.init(lambda rngs: GPT(SMALL, rngs=rngs), optax.sgd(1.0))
+        state = fsdp.from_model(make_model(), optax.sgd(1.0))
         step = fsdp.predict_step(
             lambda model, batch: continue_prompts(model, batch, length=6)
         )
