@@ -11,6 +11,8 @@ from flax import nnx
 import jshard
 import zoo
 from parity import every_pair
+from jshard.unit.model import make_sharded
+from jshard.unit.modules import is_unit
 from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
 
@@ -54,6 +56,26 @@ def test_units_turns_submodules_into_units_and_leaves_units_alone():
     policy = jshard.Policy(min_shard_elements=0)
     got = run(zoo.UnitInStack, policy, units=(Dense, Residual))
     check_close(jax.tree.leaves(got), jax.tree.leaves(plain_run(zoo.UnitInStack)), 1e-9)
+
+
+class Nested(nnx.Module):
+    """Units in a Stack and in a Unit, and a Stack beside them."""
+
+    def __init__(self, rngs):
+        layer = lambda rngs: nnx.Sequential(make_stack(Dense, rngs), Dense(rngs))
+        self.outer = make_stack(layer, rngs)
+        self.unit = jshard.Unit(layer(rngs))
+        self.outermost = make_stack(Dense, rngs)
+
+
+def test_a_stack_within_a_unit_does_not_prefetch():
+    model = nnx.eval_shape(lambda: Nested(nnx.Rngs(0)))
+    make_sharded(model, jshard.Policy(prefetch=True), {})
+    modules = [(path, module) for path, module in nnx.iter_modules(model)]
+    found = {path: m.unit_policy.prefetch for path, m in modules if is_unit(m)}
+    outside = {("outer",): True, ("unit",): True, ("outermost",): True}
+    inside = {("outer", "layers", 0): False, ("unit", "layers", 0): False}
+    assert found == outside | inside
 
 
 # State that differs by device.
