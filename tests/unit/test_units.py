@@ -10,9 +10,9 @@ from flax import nnx
 
 import jshard
 import zoo
-from parity import every_pair
 from jshard.unit.model import make_sharded
 from jshard.unit.modules import is_unit
+from parity import every_pair
 from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
 
