@@ -58,6 +58,7 @@ def loop(params, batch):
     return x @ params["head"]["kernel"] + params["head"]["bias"]
 
 
+@pytest.mark.quick("During-True")
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("make_model", [Model, During])
 def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetch):

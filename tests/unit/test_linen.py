@@ -113,8 +113,8 @@ def loss_fn(model, tokens):
 @pytest.mark.parametrize(
     ("model", "mesh"),
     [
-        (Wrapped, (2, 2)),
-        pytest.param(Stacked, (1, 8), marks=pytest.mark.slow),
+        pytest.param(Wrapped, (2, 2), marks=pytest.mark.slow),
+        (Stacked, (1, 8)),
     ],
 )
 def test_a_linen_transformer_trains_as_on_one_device_with_linen_alone(model, mesh):

@@ -115,7 +115,7 @@ def test_gradients_are_right_on_average_and_other_operands_are_not():
     steps = np.linspace(0, 5.9, 14, dtype=np.float32)
     x = np.empty((20_000, 16), np.float32)
     x[:], x[:, 0], x[:, 1] = steps[[0, 0, *range(14)]], 6, -6  # so that the scale is 1
-    rows = formats.FORMATS["nvfp4"].gradients(jnp.asarray(x))
+    rows = jax.jit(formats.FORMATS["nvfp4"].gradients)(x)
     assert rows.scale is not None
     scales = float4.decoded_scales(rows.scales) * rows.scale
     np.testing.assert_array_equal(scales, np.ones_like(scales))
@@ -126,24 +126,27 @@ def test_gradients_are_right_on_average_and_other_operands_are_not():
     errors = (values - x)[:, 4:15]
     apart = np.corrcoef(errors[:-1].ravel(), errors[1:].ravel())[0, 1]
     assert abs(apart) < 5 / errors.size**0.5
-    nearest = formats.FORMATS["nvfp4"].inputs(jnp.asarray(x))
+    nearest = jax.jit(formats.FORMATS["nvfp4"].inputs)(x)
     codes = np.asarray(float4.unpack(nearest.values))
     assert (codes == codes[0]).all()
 
 
 def test_what_is_not_finite_stays_so():
+    @jax.jit
+    def squared(x: jax.Array) -> jax.Array:
+        rows = formats.nvfp4_rows(x)
+        return blocks.block_scaled_dot(rows, rows, jnp.float32)
+
     for bad in (np.nan, -np.inf):
         x = numbers()
         x[3, 5] = bad
-        rows = formats.nvfp4_rows(jnp.asarray(x))
-        y = blocks.block_scaled_dot(rows, rows, jnp.float32)
-        assert not np.isfinite(y).any()
+        assert not np.isfinite(squared(x)).any()
 
 
 def test_the_rotation_spreads_outliers_and_cancels_in_the_product():
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(n, 64)).astype(np.float32) for n in (24, 40))
-    rotated = formats.FORMATS["nvfp4"].rotated
+    rotated = jax.jit(formats.FORMATS["nvfp4"].rotated)
     got = rotated(jnp.asarray(x)) @ rotated(jnp.asarray(dy)).T
     np.testing.assert_allclose(got, x @ dy.T, rtol=1e-4, atol=1e-4)
     matrix = np.asarray(formats.hadamard())
@@ -194,7 +197,9 @@ def test_three_products_are_those_of_what_was_rounded(tokens, packed):
 # The same program on any number of devices.
 
 
-@pytest.mark.quick("three")
+# By default the parts: three products above, weights on any number of devices in
+# test_rounded_weights.py, and a step with all formats below.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MESHES)
 def test_a_step_is_the_sum_of_what_each_device_computes(case):
     fsdp = on_mesh(NVFP4, case)
@@ -237,7 +242,9 @@ def test_formats_of_all_kinds_meet_in_a_layer():
         "layers.mixed": {"precision": jshard.Precision(products="float8")},
         "layers.general": {"precision": jshard.Precision()},
     }
-    policy = jshard.Policy(precision=NVFP4, overrides=overrides, min_shard_elements=0)
+    policy = jshard.Policy(
+        precision=NVFP4, overrides=overrides, min_shard_elements=0, remat="dots"
+    )
     fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:2]), policy)
     program, *_ = traced(fsdp)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 2, "replica": 1})
@@ -245,8 +252,10 @@ def test_formats_of_all_kinds_meet_in_a_layer():
     assert found["all-gather", "uint8"].wire_bytes == 2 * LAYERS * down_and_narrow // 4
     in_bytes = WIDTH * HIDDEN + WIDTH**2
     assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * in_bytes // 2
-    _, grads, loss = gradients(fsdp)
-    _, exact, want = gradients(jshard.FSDP(fsdp.mesh, jshard.Policy()))
+    params, grads, loss = gradients(fsdp)
+    want, exact = jax.jit(reference, static_argnums=(2, 3))(
+        params, inputs(), jnp.matmul, jnp.matmul
+    )
     np.testing.assert_allclose(loss, want, rtol=0.05)
     assert max(jax.tree.leaves(relative(grads, exact))) < 0.3
 

@@ -17,7 +17,7 @@ from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
 
 
-@pytest.mark.quick("UnitInStack", "Gathered", "SharedParameters", "States")
+@pytest.mark.quick("SharedParameters", "States")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("model", zoo.MODELS, ids=lambda m: m.__name__)
 def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
@@ -25,7 +25,7 @@ def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("<class'zoo.Aux'>-full-True", "<class'zoo.UnitInStack'>-dots-False")
+@pytest.mark.quick("<class'zoo.UnitInStack'>-dots-False")
 @every_pair(
     model=(zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack),
     remat=("full", "dots", "none"),
@@ -36,15 +36,11 @@ def test_so_it_does_with_every_remat_and_reshard(case):
     check_run(case["model"], jshard.Policy(**policy, min_shard_elements=0))
 
 
+@pytest.mark.quick("GatheredDuring")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "model",
-    [
-        model
-        if model in (zoo.Aux, zoo.GatheredDuring)
-        else pytest.param(model, marks=pytest.mark.slow)
-        for model in zoo.MODELS
-    ],
+    zoo.MODELS,
     ids=lambda m: m.__name__,
 )
 def test_so_it_does_with_transfers_beside_other_layers(model):
