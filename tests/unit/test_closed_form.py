@@ -147,7 +147,11 @@ def check(
     [
         ("full", {}),
         ("none", {"reshard_after_forward": 2}),
-        ("names", {"reshard_after_forward": 2, "accumulate": 2}),
+        pytest.param(
+            "names",
+            {"reshard_after_forward": 2, "accumulate": 2},
+            marks=pytest.mark.core,
+        ),
         ("dots", {"reshard_after_forward": False}),
         ("full", {"accumulate": 2, "defer_scatter": True}),
     ],

@@ -212,9 +212,18 @@ def steps(make_model: Any, layer: Any, devices: int, units: tuple = ()) -> Any:
     return history, fsdp.fetch(state.params)
 
 
-@pytest.mark.quick("4-Everything")
-@kinds
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("devices", "layer"),
+    [
+        pytest.param(4, Everything, marks=pytest.mark.core),
+        *(
+            pytest.param(devices, layer, marks=pytest.mark.slow)
+            for devices in (1, 4)
+            for layer in KINDS
+            if (devices, layer) != (4, Everything)
+        ),
+    ],
+)
 def test_a_unit_is_changed_by_a_call_as_a_plain_module_is(devices, layer):
     make_model = lambda rngs: Twice(layer(rngs))
     plain = steps(make_model, layer, devices)

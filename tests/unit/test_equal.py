@@ -106,11 +106,18 @@ def predict_step(model):
 
 
 CASES = [
-    pytest.param(step, condition, kind, message, id="-".join(names))
+    pytest.param(
+        step,
+        condition,
+        kind,
+        message,
+        id="-".join(names),
+        marks=pytest.mark.core if names == ["run", "by_replica", "Drop"] else (),
+    )
     for kind, message in REFUSED
     for step in (run, eval_step, predict_step)
     for condition in (own, by_replica)
-    if (names := (step.__name__, condition.__name__, kind.__name__))
+    if (names := [step.__name__, condition.__name__, kind.__name__])
 ]
 
 

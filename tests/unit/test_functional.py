@@ -85,7 +85,7 @@ def check_close(got: Any, want: Any, bound: float = 1e-9) -> None:
         (1, "full", True),
         (1, "none", False),
         (2, "dots", True),
-        (2, "none", True),
+        pytest.param(2, "none", True, marks=pytest.mark.core),
         (2, "full", False),
         (8, "dots", False),
         (2, jshard.Names("hidden"), True),

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 TX = optax.adam(1e-2)
 VOCABULARY, TIME, WIDTH, LAYERS, EXAMPLES = 64, 8, 16, 2, 16
 WIDE = {"dtype": jnp.float64, "param_dtype": jnp.float64}
-POLICY = jshard.Policy(min_shard_elements=0)
+POLICY = jshard.Policy("none", min_shard_elements=0)
 
 
 # A language model in Linen, as Flax's lm1b and wmt examples have it.

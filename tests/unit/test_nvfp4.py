@@ -1,5 +1,6 @@
 """NVFP4 products: beside NumPy code by code, beside one device, and counted."""
 
+import functools
 from typing import Any
 
 import jax
@@ -216,23 +217,38 @@ def test_a_step_is_the_sum_of_what_each_device_computes(case):
     assert max(jax.tree.leaves(relative(grads, want))) < 0.06, relative(grads, want)
 
 
+@functools.cache
+def beside_float32(remat: str) -> Any:
+    """An FSDP, and a step of it as it is traced; the narrow weight is as it was."""
+    overrides: Any = {"layers.narrow": {"precision": jshard.Precision()}}
+    policy = jshard.Policy(
+        precision=NVFP4, min_shard_elements=0, remat=remat, overrides=overrides
+    )
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
+    return fsdp, *traced(fsdp)
+
+
 @pytest.mark.quick("dots")
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_arrive_in_four_bits_and_their_scales_once(remat):
-    policy = jshard.Policy(precision=NVFP4, min_shard_elements=0, remat=remat)
-    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
-    program, state, _ = traced(fsdp)
+    fsdp, program, state, _ = beside_float32(remat)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
+    matrices = MATRICES - WIDTH * NARROW
     gathers = found["all-gather", "uint8"]
-    assert gathers.count == 2 * 5 * LAYERS
-    assert gathers.wire_bytes == 2 * LAYERS * MATRICES // 2 * 7 // 8
-    needed = least(fsdp.mesh, policy, state, prefetch=False)
+    assert gathers.count == 2 * 4 * LAYERS
+    assert gathers.wire_bytes == 2 * LAYERS * matrices // 2 * 7 // 8
+    needed = least(fsdp.mesh, fsdp.policy, state, prefetch=False)
     assert needed["all-gather", "u8"] == gathers.wire_bytes
-    assert {dtype for kind, dtype in found if kind == "all-gather"} == {"uint8"}
+    assert {dtype for kind, dtype in found if kind == "all-gather"} == {
+        "uint8",
+        "float32",
+    }
+    of_narrow = found["all-gather", "float32"].wire_bytes
+    assert of_narrow == 2 * LAYERS * WIDTH * NARROW * 4 * 7 // 8
     # A byte for each 256 weights, and one for each weight: what devices agree on.
     scales = found["all-reduce", "uint8"]
     assert scales.count == 2
-    of_both = LAYERS * MATRICES // 256, LAYERS * 5
+    of_both = LAYERS * matrices // 256, LAYERS * 4
     assert scales.wire_bytes == sum(2 * (n * 7 // 8) for n in of_both)
 
 
@@ -268,10 +284,7 @@ def test_weights_that_blocks_of_16_do_not_divide_are_not_taken():
 
 
 def test_the_start_up_note_counts_all_of_a_product_s_flops():
-    overrides: Any = {"layers.narrow": {"precision": jshard.Precision()}}
-    policy = jshard.Policy(precision=NVFP4, remat="dots", overrides=overrides)
-    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
-    _, state, step = traced(fsdp)
+    fsdp, _, state, step = beside_float32("dots")
     # Neither halves for two values a byte, nor the rotations.
     part = 1 - WIDTH * NARROW / MATRICES
     note = describe(fsdp, state, inputs(), step)

@@ -67,6 +67,7 @@ POLICIES: dict[str, tuple[Any, dict]] = {
 policies = pytest.mark.parametrize("remat", POLICIES)
 
 
+@pytest.mark.core
 @policies
 def test_a_layer_keeps_activations_as_remat_says_and_nothing_that_can_be_rebuilt(remat):
     policy, want = POLICIES[remat]
