@@ -283,6 +283,14 @@ def test_weights_that_blocks_of_16_do_not_divide_are_not_taken():
     assert not fits((128, 16, 8), (-3,), "nvfp4")
 
 
+def test_thin_and_small_weights_are_not_taken():
+    thinnest = 16 * 128
+    assert fits((128, thinnest - 16), (-2,), "float8")
+    assert not fits((128, thinnest), (-2,), "float8")
+    assert not fits((112, 128), (-2,), "float8")
+    assert not fits((128, 136), (-2,), "float8")
+
+
 def test_the_start_up_note_counts_all_of_a_product_s_flops():
     fsdp, _, state, step = beside_float32("dots")
     # Neither halves for two values a byte, nor the rotations.
