@@ -280,22 +280,21 @@ def test_orbax_noise(caplog):
 
 ALLOWED = {"os._exit"}  # Python's own, and documented
 MODULES = re.compile(r"(^|\.)_(?!_)|^(jax\.interpreters|jaxlib)\b")
-BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "object.__setattr__"}
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "__setattr__"}
 ATTRIBUTES = {"__closure__", "__code__", "cell_contents", "__version_info__"}
 
 
 def private(tree: ast.AST) -> Iterator[str]:
     """Private names of others that a module imports or reads, with their lines."""
+    nodes = list(ast.walk(tree))
     own = {
         node.attr
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
         and node.value.id in ("self", "cls")
-    } | {
-        n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))
-    }
-    for node in ast.walk(tree):
+    } | {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    for node in nodes:
         names, line = [], getattr(node, "lineno", 0)
         if isinstance(node, ast.Import):
             names = [a.name for a in node.names if MODULES.search(a.name)]
@@ -309,7 +308,10 @@ def private(tree: ast.AST) -> Iterator[str]:
             names = [ast.unparse(node)] if hidden and not public else []
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [node.value] if re.match(r"\w+\._src\b", node.value) else []
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in BY_NAME:
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) in BY_NAME
+        ):
             text = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
             names = [str(name) for name in text if re.match(r"_(?!_)", str(name))]
         yield from (f"{line}: {n}" for n in names if n not in ALLOWED)

@@ -60,10 +60,9 @@ def test_nothing_is_replaced_before_while_and_after_a_step_is_traced():
 
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), units=(Residual,))
     tx = optax.sgd(0.1)
-    state = fsdp.init(lambda rngs: nnx.Sequential(Residual(rngs)), tx)
-    batch = fsdp.shard_batch(np.asarray(example()))
-    fsdp.eval_step(loss_fn)(state, batch)
-    fsdp.train_step(loss_fn, tx)(state, batch)
+    state = fsdp.abstract_state(lambda rngs: nnx.Sequential(Residual(rngs)), tx)
+    for step in (fsdp.eval_step(loss_fn), fsdp.train_step(loss_fn, tx)):
+        step.lower(state, np.asarray(example()))
     assert during == [[], []]
     assert replaced(before) == []
 

@@ -55,22 +55,13 @@ def x64_of_all_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-# An LSTM and the exact GELU are in tests/unit/test_foreign_layers.py, convolutions in
-# tests/recipes/test_image_models.py; gradients of a clipped whole are those of "clip".
-ELSEWHERE = ("unet", "wide unet", "lstm", "exact-gelu", "clip-whole")
-# What layers sow, append and set is in tests/unit/test_effects.py.
-EFFECTS = ("sow", "list", "attribute")
-# Dear ones made of what the others have: two losses, loops, pairs and random numbers.
-MIXED = ("gan", "gnn", "state-space", "deq", "barlow", "siamese", "score-matching")
+# What computes on the host, an array in no Variable, branches and what is jitted, on 2,
+# 3, 4 and 8 devices. Loops and the exact GELU are in tests/unit/test_foreign_layers.py,
+# too, effects in tests/unit/test_effects.py, convolutions in tests/recipes.
+DEFAULT = ("pure-callback", "weight-norm", "branch", "jit")
 
 
-@pytest.mark.quick(
-    *(
-        case(name, *program.default)
-        for name, program in PROGRAMS.items()
-        if name not in ELSEWHERE + EFFECTS + MIXED
-    )
-)
+@pytest.mark.quick(*(case(name, *PROGRAMS[name].default) for name in DEFAULT))
 @pytest.mark.parametrize(
     ("program", "devices", "units"),
     [
@@ -103,7 +94,7 @@ def test_a_model_that_exists_trains_as_one_that_is_made(name, devices, units):
 WHOLE = ("clip", "clip-whole", "barlow", "vq", "branch", "spectral-norm", "jit")
 
 
-@pytest.mark.quick("numpy-table", "attribute")
+@pytest.mark.quick("numpy-table")
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WHOLE])
 def test_it_trains_alike_on_a_few_examples_at_a_time(name):
     check(PROGRAMS[name], 4, units=bool(PROGRAMS[name].units), accumulate=3)

@@ -18,8 +18,8 @@ NARROW = WIDTH + 16
 # Numbers of devices, replicas among them, and settings of the policy.
 MESHES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one": (1, 1, {"remat": "dots"}),
-    "two": (2, 1, {"remat": "none", "reshard_after_forward": 2}),
-    "three": (3, 1, {"remat": "full"}),
+    "two": (2, 1, {"remat": "full", "reshard_after_forward": 2}),
+    "three": (3, 1, {"remat": "none"}),
     "six": (6, 1, {"remat": "attention"}),
     "eight": (8, 1, {"remat": "dots", "prefetch": True}),
     "hybrid": (8, 2, {"remat": "none"}),

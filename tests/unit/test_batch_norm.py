@@ -26,7 +26,7 @@ from runs import (
     plain_run,
     run,
 )
-from zoo_layers import WIDTH, example
+from zoo_layers import WIDTH, example, make_stack
 
 pytestmark = [
     pytest.mark.usefixtures("x64"),
@@ -56,8 +56,24 @@ class NormedOverAxes(Normed):
     axis_name = ("replica", "fsdp")
 
 
-def test_batch_norm_is_that_of_the_whole_batch():
-    check_run(everywhere(Normed))
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = make_stack(Normed, rngs)
+
+    def __call__(self, x):
+        return self.blocks(x)
+
+
+@pytest.mark.quick("stack")  # a unit is in the next test
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(Stacked, id="stack"),
+        pytest.param(everywhere(Normed), id="everywhere"),
+    ],
+)
+def test_batch_norm_is_that_of_the_whole_batch(model):
+    check_run(model)
 
 
 def test_so_it_is_where_the_axes_are_named():
@@ -68,7 +84,8 @@ def test_a_model_with_axis_name_runs_outside_of_steps():
     fsdp = jshard.FSDP(make_mesh(2, 2))
     model: Any = fsdp.model(fsdp.init(NormedOverAxes, optax.identity()))
     want = Normed(nnx.Rngs(jax.random.key(0)))
-    check_close(model(example()), want(example()), 1e-9)
+    got, want = (nnx.jit(lambda m, x: m(x))(m, example()) for m in (model, want))
+    check_close(got, want, 1e-9)
 
 
 def test_an_axis_of_another_program_is_one_line():

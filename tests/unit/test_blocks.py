@@ -85,7 +85,7 @@ def test_each_number_is_that_of_the_specification(dtype):
 def test_what_is_not_finite_stays_so_and_changes_no_other_block():
     x = numbers()
     x[3, 5], x[4, 40] = np.inf, np.nan
-    values, scales, _ = formats.mxfp8_rows(jnp.asarray(x))
+    values, scales, _ = jax.jit(formats.mxfp8_rows)(x)
     y = values.astype(jnp.float32) * power_of_two(scales).repeat(32, axis=1)
     bad = np.asarray(np.isnan(y))
     assert bad[3, :32].all()
@@ -105,11 +105,13 @@ def test_three_products_are_those_of_what_was_rounded(tokens):
     values = to_float8(jnp.asarray(w), scales, jnp.float8_e4m3fn)
     weight = values, scales, None
 
-    def run(x: jax.Array, zeros: jax.Array) -> jax.Array:
-        return blocks.product("ti,io->to", "mxfp8", x, weight, zeros)
+    @jax.jit
+    def run(x: jax.Array, dy: jax.Array) -> tuple:
+        multiply = lambda *x: blocks.product("ti,io->to", "mxfp8", x[0], weight, x[1])
+        y, backward = jax.vjp(multiply, x, jnp.zeros_like(w))
+        return y, *backward(dy)
 
-    y, backward = jax.vjp(run, jnp.asarray(x), jnp.zeros_like(w))
-    dx, dw = backward(jnp.asarray(dy))
+    y, dx, dw = run(x, dy)
     of_w, of_x, of_dy = rounded(w, 32, 32), rounded(x, 1, 32), rounded(dy, 1, 32)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
     close(y, of_x @ of_w)
@@ -129,7 +131,9 @@ multiply = rounding_product(
 )
 
 
-@pytest.mark.quick("one", "three", "eight")
+# By default the parts: three products above, weights on any number of devices in
+# test_rounded_weights.py, and a step with all formats in test_nvfp4.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MESHES)
 def test_a_step_is_that_of_one_device(case):
     fsdp = on_mesh(MXFP8, case)
@@ -140,6 +144,7 @@ def test_a_step_is_that_of_one_device(case):
     assert max(jax.tree.leaves(relative(grads, want))) < 1e-3, relative(grads, want)
 
 
+@pytest.mark.quick("dots")
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_arrive_in_bytes_and_their_scales_once(remat):
     policy = jshard.Policy(precision=MXFP8, min_shard_elements=0, remat=remat)
@@ -158,6 +163,7 @@ def test_weights_arrive_in_bytes_and_their_scales_once(remat):
     assert plain.wire_bytes == 2 * LAYERS * WIDTH * NARROW * 4 * 7 // 8
 
 
+@pytest.mark.slow  # by default tests/unit/test_nvfp4.py has all formats in one layer
 def test_modules_of_a_layer_multiply_in_float8_in_mxfp8_and_in_neither():
     overrides = {
         "layers.up": {"precision": jshard.Precision(products="float8")},

@@ -141,14 +141,18 @@ def check(
     assert plain or got > (1 - SLACK) * least
 
 
-@pytest.mark.quick("full-{}", "none-", "names-")
+@pytest.mark.quick("names-")
 @pytest.mark.parametrize(
     ("remat", "knobs"),
     [
         ("full", {}),
         ("none", {"reshard_after_forward": 2}),
+        pytest.param(
+            "names",
+            {"reshard_after_forward": 2, "accumulate": 2},
+            marks=pytest.mark.core,
+        ),
         ("dots", {"reshard_after_forward": False}),
-        ("names", {"accumulate": 2}),
         ("full", {"accumulate": 2, "defer_scatter": True}),
     ],
     ids=str,
@@ -180,6 +184,7 @@ def test_so_it_does_for_every_pair_of_choices(case):
     check(case["remat"], plain=plain, layers=layers, **knobs)
 
 
+@pytest.mark.slow  # by default tests/unit/test_residuals.py reads what each layer keeps
 def test_the_first_layers_alone_are_rematerialised():
     policy = policies(remat="full", first_k=48)
     lowered, state = lower(policy)
@@ -190,6 +195,7 @@ def test_the_first_layers_alone_are_rematerialised():
     assert (1 - SLACK) * least < got < (1 + SLACK) * (least + MOST_LAYERS * layer)
 
 
+@pytest.mark.slow  # by default tests/unit/test_memory.py has evaluation's memory
 def test_a_forward_needs_shards_and_few_layers():
     _, state = lower(policies())
     tokens = jax.ShapeDtypeStruct((DEVICES * EXAMPLES, SIZES.length), jnp.int32)
@@ -205,7 +211,7 @@ def test_a_forward_needs_shards_and_few_layers():
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
-        ("adamw", 2),
+        pytest.param("adamw", 2, marks=pytest.mark.slow),
         # (For Lion XLA:CPU, not XLA:GPU, copies parameters and moments.)
         pytest.param("sgd", 1, marks=pytest.mark.slow),
     ],

@@ -147,7 +147,30 @@ class Deletes(Dense):
         return jnp.asarray(1.0 - hasattr(self, "first"))
 
 
+class Everything(Dense):
+    """All of the above but the parameter, the dict and what is deleted."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.calls, self.seen, self.inner = 0, [], SetsAnAttribute(rngs)
+
+    def __call__(self, x):
+        self.calls += 1
+        self.kernel.set_value(self.kernel[...] / jnp.linalg.norm(self.kernel[...]))
+        y = jnp.tanh(super().__call__(x)) / self.calls
+        self.sow(nnx.Intermediate, "sown", jnp.sum(y**2))
+        self.seen.append(jnp.sum(y**3))
+        self.aux = nnx.Variable({"sum": jnp.sum(y**4)})
+        return self.inner(x + y)
+
+    def read(self):
+        sown: Any = nnx.pop(self, nnx.Intermediate)
+        values = [*sown["sown"].get_value(), *self.seen, self.aux.get_value()["sum"]]
+        return sum(map(jnp.sum, values)) + self.inner.read()
+
+
 KINDS = [
+    Everything,
     Sows,
     SetsAnAttribute,
     CreatesAVariable,
@@ -189,16 +212,25 @@ def steps(make_model: Any, layer: Any, devices: int, units: tuple = ()) -> Any:
     return history, fsdp.fetch(state.params)
 
 
-@pytest.mark.quick("4-Sows", "4-SetsAnAttribute", "4-WritesItsParameter", "4-Appends")
-@kinds
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(
+    ("devices", "layer"),
+    [
+        pytest.param(4, Everything, marks=pytest.mark.core),
+        *(
+            pytest.param(devices, layer, marks=pytest.mark.slow)
+            for devices in (1, 4)
+            for layer in KINDS
+            if (devices, layer) != (4, Everything)
+        ),
+    ],
+)
 def test_a_unit_is_changed_by_a_call_as_a_plain_module_is(devices, layer):
     make_model = lambda rngs: Twice(layer(rngs))
     plain = steps(make_model, layer, devices)
     compare(steps(make_model, layer, devices, units=(layer,)), plain)
 
 
-@pytest.mark.quick("4-Sows", "4-SetsAnAttribute", "4-Counts")
+@pytest.mark.quick("4-Everything")
 @kinds
 @pytest.mark.parametrize("devices", [1, 4])
 def test_the_layers_of_a_stack_leave_what_they_would_leave_one_by_one(devices, layer):
@@ -229,6 +261,7 @@ def test_the_layers_of_a_stack_leave_what_they_would_leave_one_by_one(devices, l
     compare(got[0], (value, optax.tree.norm(grads)))
 
 
+@pytest.mark.quick("unit")
 @pytest.mark.parametrize("units", [(), (Sows,)], ids=["plain", "unit"])
 def test_flax_captures_what_is_sown_in_a_unit(units):
     def loss(model, x):

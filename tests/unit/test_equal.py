@@ -106,11 +106,18 @@ def predict_step(model):
 
 
 CASES = [
-    pytest.param(step, condition, kind, message, id="-".join(names))
+    pytest.param(
+        step,
+        condition,
+        kind,
+        message,
+        id="-".join(names),
+        marks=pytest.mark.core if names == ["run", "by_replica", "Drop"] else (),
+    )
     for kind, message in REFUSED
     for step in (run, eval_step, predict_step)
     for condition in (own, by_replica)
-    if (names := (step.__name__, condition.__name__, kind.__name__))
+    if (names := [step.__name__, condition.__name__, kind.__name__])
 ]
 
 
@@ -225,7 +232,11 @@ def keeping(compute: Any) -> Any:
 
 
 @pytest.mark.quick(
-    "a sum of its own", "a sum over one", "a callback", "a branch", "a loop"
+    "a sum of its own-1",
+    "a sum over one axis of two-2",
+    "a callback-1",
+    "a branch-2",
+    "a loop-1",
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("what", DIFFERS)
@@ -235,7 +246,7 @@ def test_state_that_may_differ_by_device_is_refused_by_name(what, accumulate):
         run(keeping(DIFFERS[what]), policy)
 
 
-@pytest.mark.quick("sums over one", "all of them")
+@pytest.mark.quick("sums over one")
 @pytest.mark.parametrize("what", EQUAL)
 def test_state_that_is_equal_everywhere_is_kept(what):
     _, _, state = run(keeping(EQUAL[what]))
@@ -268,6 +279,7 @@ def test_a_weight_that_differs_by_device_is_refused():
         step(state, fsdp.shard_batch(np.asarray(example())))
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_learned_weight_trains_as_on_one_device(accumulate):
     loss = weighted(lambda model, x: jnp.exp(model.weight[...]))

@@ -77,7 +77,8 @@ AGAIN: dict[str, tuple[Any, set[str]]] = {
 }
 
 
-@pytest.mark.quick("dots")
+# By default the decoder below: of attention's products no policy knows more.
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", AGAIN)
 def test_the_backward_computes_again_what_remat_did_not_keep(remat):
     policy, again = AGAIN[remat]
@@ -123,7 +124,7 @@ def test_evaluation_computes_every_product_once():
 # A layer whose products are all with weights: "dots" computes none again. What is named
 # behind an activation function, as "hidden" is here, saves no product: the derivative
 # of the function reads what stands before it.
-@pytest.mark.quick("dots-0-False")
+@pytest.mark.quick("dots-0-False", "full-1-False")
 @pytest.mark.parametrize(
     ("remat", "again", "plain"),
     [

@@ -215,7 +215,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.quick(  # an LSTM is in the classifier below
+@pytest.mark.quick(
     "ScanByName", "Loops", "While", "Branches", "CustomVjp", "CustomJvp", "Nnx"
 )
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda m: m.__name__)
@@ -280,14 +280,15 @@ def classifier_on_one_device():
     return losses, params
 
 
+@pytest.mark.slow  # by default the loops above
 @pytest.mark.parametrize(
     ("devices", "remat"),
     [
+        (1, "full"),
+        (2, "dots"),
         (3, "none"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(1, "full"), (2, "dots"), (4, "full"), (8, "none")]
-        ),
+        (4, "full"),
+        (8, "none"),
     ],
 )
 def test_an_lstm_classifier_trains_as_on_one_device(devices, remat):
@@ -351,7 +352,9 @@ def test_a_constant_that_a_device_chooses_is_not_the_same_on_all(layer):
 # After a step.
 
 
-def test_the_exact_gelu_trains_as_on_one_device():
+@pytest.mark.quick("as_unit")
+@pytest.mark.parametrize("place", [as_unit, everywhere], ids=["as_unit", "everywhere"])
+def test_the_exact_gelu_trains_as_on_one_device(place):
     class Layer(nnx.Module):
         def __init__(self, rngs):
             self.linear = nnx.Linear(8, 8, rngs=rngs, param_dtype=float)
@@ -360,4 +363,4 @@ def test_the_exact_gelu_trains_as_on_one_device():
             return nnx.gelu(self.linear(x), approximate=False)
 
     with jax.enable_x64(True):
-        check_run(everywhere(Layer))
+        check_run(place(Layer))

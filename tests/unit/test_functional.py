@@ -78,13 +78,14 @@ def check_close(got: Any, want: Any, bound: float = 1e-9) -> None:
         np.testing.assert_allclose(g, w, rtol=0, atol=bound * np.abs(w).max())
 
 
+@pytest.mark.quick("1-full-True", "8-dots-False", "2-none-True")
 @pytest.mark.parametrize(
     ("replica", "remat", "reshard"),
     [
         (1, "full", True),
         (1, "none", False),
         (2, "dots", True),
-        (2, "none", True),
+        pytest.param(2, "none", True, marks=pytest.mark.core),
         (2, "full", False),
         (8, "dots", False),
         (2, jshard.Names("hidden"), True),
@@ -121,6 +122,7 @@ def test_scan_layers_differentiates_values_that_the_layer_closes_over(problem):
     check_close(sharded(jshard.make_mesh(replica=2), apply)(*problem), want)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("replica", [1, 2, 8])
 def test_gather_has_values_and_gradients_of_the_full_parameters(problem, replica):
     def apply(params, scale, x):

@@ -58,8 +58,15 @@ def loop(params, batch):
     return x @ params["head"]["kernel"] + params["head"]["bias"]
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("make_model", [Model, During])
+@pytest.mark.parametrize(
+    ("make_model", "prefetch"),
+    [
+        pytest.param(Model, False, marks=pytest.mark.slow),
+        pytest.param(Model, True, marks=pytest.mark.slow),
+        pytest.param(During, False, marks=pytest.mark.slow),
+        pytest.param(During, True, marks=pytest.mark.core),
+    ],
+)
 def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetch):
     policy = jshard.Policy(prefetch=prefetch, min_shard_elements=1)
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)

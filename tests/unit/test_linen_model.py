@@ -218,6 +218,8 @@ class StackedLast(linen.Module):
 )
 def test_what_has_no_place_is_one_line(module, units, message):
     with pytest.raises(jshard.UserError, match=message):
-        jshard.linen.Model(
-            module, np.zeros((1, T, WIDTH), "f4"), units=units, rngs=nnx.Rngs(0)
+        nnx.eval_shape(
+            lambda: jshard.linen.Model(
+                module, np.zeros((1, T, WIDTH), "f4"), units=units, rngs=nnx.Rngs(0)
+            )
         )

@@ -1,5 +1,6 @@
 """NVFP4 products: beside NumPy code by code, beside one device, and counted."""
 
+import functools
 from typing import Any
 
 import jax
@@ -115,7 +116,7 @@ def test_gradients_are_right_on_average_and_other_operands_are_not():
     steps = np.linspace(0, 5.9, 14, dtype=np.float32)
     x = np.empty((20_000, 16), np.float32)
     x[:], x[:, 0], x[:, 1] = steps[[0, 0, *range(14)]], 6, -6  # so that the scale is 1
-    rows = formats.FORMATS["nvfp4"].gradients(jnp.asarray(x))
+    rows = jax.jit(formats.FORMATS["nvfp4"].gradients)(x)
     assert rows.scale is not None
     scales = float4.decoded_scales(rows.scales) * rows.scale
     np.testing.assert_array_equal(scales, np.ones_like(scales))
@@ -126,24 +127,27 @@ def test_gradients_are_right_on_average_and_other_operands_are_not():
     errors = (values - x)[:, 4:15]
     apart = np.corrcoef(errors[:-1].ravel(), errors[1:].ravel())[0, 1]
     assert abs(apart) < 5 / errors.size**0.5
-    nearest = formats.FORMATS["nvfp4"].inputs(jnp.asarray(x))
+    nearest = jax.jit(formats.FORMATS["nvfp4"].inputs)(x)
     codes = np.asarray(float4.unpack(nearest.values))
     assert (codes == codes[0]).all()
 
 
 def test_what_is_not_finite_stays_so():
+    @jax.jit
+    def squared(x: jax.Array) -> jax.Array:
+        rows = formats.nvfp4_rows(x)
+        return blocks.block_scaled_dot(rows, rows, jnp.float32)
+
     for bad in (np.nan, -np.inf):
         x = numbers()
         x[3, 5] = bad
-        rows = formats.nvfp4_rows(jnp.asarray(x))
-        y = blocks.block_scaled_dot(rows, rows, jnp.float32)
-        assert not np.isfinite(y).any()
+        assert not np.isfinite(squared(x)).any()
 
 
 def test_the_rotation_spreads_outliers_and_cancels_in_the_product():
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(n, 64)).astype(np.float32) for n in (24, 40))
-    rotated = formats.FORMATS["nvfp4"].rotated
+    rotated = jax.jit(formats.FORMATS["nvfp4"].rotated)
     got = rotated(jnp.asarray(x)) @ rotated(jnp.asarray(dy)).T
     np.testing.assert_allclose(got, x @ dy.T, rtol=1e-4, atol=1e-4)
     matrix = np.asarray(formats.hadamard())
@@ -194,7 +198,9 @@ def test_three_products_are_those_of_what_was_rounded(tokens, packed):
 # The same program on any number of devices.
 
 
-@pytest.mark.quick("three")
+# By default the parts: three products above, weights on any number of devices in
+# test_rounded_weights.py, and a step with all formats below.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MESHES)
 def test_a_step_is_the_sum_of_what_each_device_computes(case):
     fsdp = on_mesh(NVFP4, case)
@@ -211,23 +217,38 @@ def test_a_step_is_the_sum_of_what_each_device_computes(case):
     assert max(jax.tree.leaves(relative(grads, want))) < 0.06, relative(grads, want)
 
 
+@functools.cache
+def beside_float32(remat: str) -> Any:
+    """An FSDP, and a step of it as it is traced; the narrow weight is as it was."""
+    overrides: Any = {"layers.narrow": {"precision": jshard.Precision()}}
+    policy = jshard.Policy(
+        precision=NVFP4, min_shard_elements=0, remat=remat, overrides=overrides
+    )
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
+    return fsdp, *traced(fsdp)
+
+
 @pytest.mark.quick("dots")
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_arrive_in_four_bits_and_their_scales_once(remat):
-    policy = jshard.Policy(precision=NVFP4, min_shard_elements=0, remat=remat)
-    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
-    program, state, _ = traced(fsdp)
+    fsdp, program, state, _ = beside_float32(remat)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
+    matrices = MATRICES - WIDTH * NARROW
     gathers = found["all-gather", "uint8"]
-    assert gathers.count == 2 * 5 * LAYERS
-    assert gathers.wire_bytes == 2 * LAYERS * MATRICES // 2 * 7 // 8
-    needed = least(fsdp.mesh, policy, state, prefetch=False)
+    assert gathers.count == 2 * 4 * LAYERS
+    assert gathers.wire_bytes == 2 * LAYERS * matrices // 2 * 7 // 8
+    needed = least(fsdp.mesh, fsdp.policy, state, prefetch=False)
     assert needed["all-gather", "u8"] == gathers.wire_bytes
-    assert {dtype for kind, dtype in found if kind == "all-gather"} == {"uint8"}
+    assert {dtype for kind, dtype in found if kind == "all-gather"} == {
+        "uint8",
+        "float32",
+    }
+    of_narrow = found["all-gather", "float32"].wire_bytes
+    assert of_narrow == 2 * LAYERS * WIDTH * NARROW * 4 * 7 // 8
     # A byte for each 256 weights, and one for each weight: what devices agree on.
     scales = found["all-reduce", "uint8"]
     assert scales.count == 2
-    of_both = LAYERS * MATRICES // 256, LAYERS * 5
+    of_both = LAYERS * matrices // 256, LAYERS * 4
     assert scales.wire_bytes == sum(2 * (n * 7 // 8) for n in of_both)
 
 
@@ -237,7 +258,9 @@ def test_formats_of_all_kinds_meet_in_a_layer():
         "layers.mixed": {"precision": jshard.Precision(products="float8")},
         "layers.general": {"precision": jshard.Precision()},
     }
-    policy = jshard.Policy(precision=NVFP4, overrides=overrides, min_shard_elements=0)
+    policy = jshard.Policy(
+        precision=NVFP4, overrides=overrides, min_shard_elements=0, remat="dots"
+    )
     fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:2]), policy)
     program, *_ = traced(fsdp)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 2, "replica": 1})
@@ -245,8 +268,10 @@ def test_formats_of_all_kinds_meet_in_a_layer():
     assert found["all-gather", "uint8"].wire_bytes == 2 * LAYERS * down_and_narrow // 4
     in_bytes = WIDTH * HIDDEN + WIDTH**2
     assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * in_bytes // 2
-    _, grads, loss = gradients(fsdp)
-    _, exact, want = gradients(jshard.FSDP(fsdp.mesh, jshard.Policy()))
+    params, grads, loss = gradients(fsdp)
+    want, exact = jax.jit(reference, static_argnums=(2, 3))(
+        params, inputs(), jnp.matmul, jnp.matmul
+    )
     np.testing.assert_allclose(loss, want, rtol=0.05)
     assert max(jax.tree.leaves(relative(grads, exact))) < 0.3
 
@@ -258,11 +283,16 @@ def test_weights_that_blocks_of_16_do_not_divide_are_not_taken():
     assert not fits((128, 16, 8), (-3,), "nvfp4")
 
 
+def test_thin_and_small_weights_are_not_taken():
+    thinnest = 16 * 128
+    assert fits((128, thinnest - 16), (-2,), "float8")
+    assert not fits((128, thinnest), (-2,), "float8")
+    assert not fits((112, 128), (-2,), "float8")
+    assert not fits((128, 136), (-2,), "float8")
+
+
 def test_the_start_up_note_counts_all_of_a_product_s_flops():
-    overrides: Any = {"layers.narrow": {"precision": jshard.Precision()}}
-    policy = jshard.Policy(precision=NVFP4, remat="dots", overrides=overrides)
-    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
-    _, state, step = traced(fsdp)
+    fsdp, _, state, step = beside_float32("dots")
     # Neither halves for two values a byte, nor the rotations.
     part = 1 - WIDTH * NARROW / MATRICES
     note = describe(fsdp, state, inputs(), step)

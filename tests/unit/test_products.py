@@ -148,10 +148,15 @@ def check_close(got: Any, want: Any, bound: float) -> None:
     jax.tree_util.tree_map_with_path(check, got, want)
 
 
-@pytest.mark.quick("six devices")
+@pytest.mark.quick("three devices")
 @pytest.mark.parametrize(
     ("mesh", "knobs"),
     [
+        pytest.param(
+            {"devices": 3},
+            {"remat": "dots", "min_shard_elements": 0},
+            id="three devices",
+        ),
         pytest.param({}, {"remat": "full"}, id="full"),
         pytest.param({}, {"remat": "dots"}, id="dots"),
         pytest.param({}, {"remat": "none", "reshard_after_forward": 2}, id="none"),
@@ -225,6 +230,7 @@ def traced(fsdp: jshard.FSDP, make_model: Any) -> tuple[Any, jshard.TrainState]:
     return fsdp.train_step(loss_fn, tx).trace(state, x), state
 
 
+@pytest.mark.quick("dots")
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_of_linear_layers_are_gathered_in_bytes_and_no_others(remat):
     bf16 = jshard.Precision(compute="bfloat16")
@@ -243,20 +249,27 @@ def test_weights_of_linear_layers_are_gathered_in_bytes_and_no_others(remat):
     assert found["all-reduce", "float32"].count == 1
 
 
-def test_frozen_weights_beside_adapters_are_gathered_in_bytes_too():
-    def make_model(rngs: nnx.Rngs) -> Model:
-        model, lora = Model(rngs), functools.partial(jshard.nn.add_lora, rank=4)
-        lora(model, alpha=8.0, targets=("up",), rngs=rngs)
-        return model
+def adapted(rngs: nnx.Rngs) -> Model:
+    model = Model(rngs)
+    jshard.nn.add_lora(model, rank=4, alpha=8.0, targets=("up",), rngs=rngs)
+    return model
 
+
+def test_frozen_weights_beside_adapters_are_gathered_in_bytes_too():
     tx = optax.sgd(1.0)
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(precision=FLOAT8))
-    state = fsdp.init(make_model, tx, wrt=nnx.LoRAParam)
-    step = fsdp.train_step(loss_fn, tx)
-    x = fsdp.shard_batch(inputs())
-    program = step.trace(state, x)
+    state = fsdp.abstract_state(adapted, tx, nnx.LoRAParam)
+    program = fsdp.train_step(loss_fn, tx).trace(state, inputs())
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
     assert found["all-gather", "int8"].count == 2 * 4 * LAYERS
+
+
+@pytest.mark.slow
+def test_adapters_beside_weights_in_float8_are_trained():
+    tx = optax.sgd(1.0)
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(precision=FLOAT8))
+    state = fsdp.init(adapted, tx, wrt=nnx.LoRAParam)
+    step, x = fsdp.train_step(loss_fn, tx), fsdp.shard_batch(inputs())
     before = fsdp.fetch(nnx.to_pure_dict(state.params))
     state, metrics = step(state, x)
     after = fsdp.fetch(nnx.to_pure_dict(state.params))

@@ -137,6 +137,7 @@ def test_a_unit_that_is_called_is_not_told_of(place):
     read(place, called)
 
 
+@pytest.mark.core
 def test_a_weight_that_is_set_in_part_is_refused_by_name():
     def assign(module, x):
         module.kernel[0] = jnp.zeros(WIDTH)
@@ -146,7 +147,9 @@ def test_a_weight_that_is_set_in_part_is_refused_by_name():
         read("unit", assign)
 
 
-@pytest.mark.parametrize("step", ["eval_step", "predict_step"])
+@pytest.mark.parametrize(
+    "step", ["eval_step", pytest.param("predict_step", marks=pytest.mark.core)]
+)
 def test_evaluation_and_prediction_read_whole_weights_too(step):
     fsdp = jshard.FSDP(make_mesh(2, 4), POLICY)
     state = fsdp.init(make_model("unit"), optax.identity())

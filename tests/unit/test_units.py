@@ -10,12 +10,14 @@ from flax import nnx
 
 import jshard
 import zoo
+from jshard.unit.model import make_sharded
+from jshard.unit.modules import is_unit
 from parity import every_pair
 from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
 
 
-@pytest.mark.quick("UnitInStack", "Gathered", "SharedParameters", "States")
+@pytest.mark.quick("SharedParameters", "States")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("model", zoo.MODELS, ids=lambda m: m.__name__)
 def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
@@ -23,7 +25,7 @@ def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("<class'zoo.Aux'>-full-True", "<class'zoo.UnitInStack'>-dots-False")
+@pytest.mark.quick("<class'zoo.UnitInStack'>-dots-False")
 @every_pair(
     model=(zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack),
     remat=("full", "dots", "none"),
@@ -34,15 +36,11 @@ def test_so_it_does_with_every_remat_and_reshard(case):
     check_run(case["model"], jshard.Policy(**policy, min_shard_elements=0))
 
 
+@pytest.mark.quick("GatheredDuring")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "model",
-    [
-        model
-        if model in (zoo.Aux, zoo.GatheredDuring)
-        else pytest.param(model, marks=pytest.mark.slow)
-        for model in zoo.MODELS
-    ],
+    zoo.MODELS,
     ids=lambda m: m.__name__,
 )
 def test_so_it_does_with_transfers_beside_other_layers(model):
@@ -54,6 +52,26 @@ def test_units_turns_submodules_into_units_and_leaves_units_alone():
     policy = jshard.Policy(min_shard_elements=0)
     got = run(zoo.UnitInStack, policy, units=(Dense, Residual))
     check_close(jax.tree.leaves(got), jax.tree.leaves(plain_run(zoo.UnitInStack)), 1e-9)
+
+
+class Nested(nnx.Module):
+    """Units in a Stack and in a Unit, and a Stack beside them."""
+
+    def __init__(self, rngs):
+        layer = lambda rngs: nnx.Sequential(make_stack(Dense, rngs), Dense(rngs))
+        self.outer = make_stack(layer, rngs)
+        self.unit = jshard.Unit(layer(rngs))
+        self.outermost = make_stack(Dense, rngs)
+
+
+def test_a_stack_within_a_unit_does_not_prefetch():
+    model = nnx.eval_shape(lambda: Nested(nnx.Rngs(0)))
+    make_sharded(model, jshard.Policy(prefetch=True), {})
+    modules = [(path, module) for path, module in nnx.iter_modules(model)]
+    found = {path: m.unit_policy.prefetch for path, m in modules if is_unit(m)}
+    outside = {("outer",): True, ("unit",): True, ("outermost",): True}
+    inside = {("outer", "layers", 0): False, ("unit", "layers", 0): False}
+    assert found == outside | inside
 
 
 # State that differs by device.
