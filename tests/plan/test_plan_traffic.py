@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 
 import jshard
@@ -33,6 +34,31 @@ def traced_step(policy: jshard.Policy, replica: int = 1) -> tuple[Any, Any, Any]
 def sharded(**knobs: Any) -> jshard.Policy:
     """Matrices are sharded, vectors are not (but the head's, which nothing reads)."""
     return jshard.Policy(min_shard_elements=64, **knobs)
+
+
+def nine_matrices(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Sequential(
+        jshard.Unit(nnx.Linear(64, 16, use_bias=False, rngs=rngs)),
+        jshard.Stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 8, rngs=rngs),
+    )
+
+
+@pytest.mark.core
+def test_the_least_of_a_known_step_is_its_closed_form():
+    policy = sharded(accumulate=3)
+    mesh = jshard.make_mesh(replica=4)  # shards of two devices
+    state = jshard.FSDP(mesh, policy).abstract_state(nine_matrices, MOMENTUM)
+    once, layers = 4 * 64 * 16, 4 * 8 * 16 * 16  # bytes of the parameters
+    # Each micro-batch gathers, gathers layers again, and scatters: the other half. The
+    # sum over replicas brings 2 (n - 1)/n of a shard, once. Biases are on each device.
+    assert least(mesh, policy, state, prefetch=False) == {
+        ("all-gather", "f32"): 3 * (once + 2 * layers) // 2,
+        ("reduce-scatter", "f32"): 3 * (once + layers) // 2,
+        ("all-reduce", "f32"): (once + layers) // 2 * 2 * 3 // 4,
+    }
+    # The last layer's weights are still there when the backward of prefetch begins.
+    ahead = least(mesh, policy, state, prefetch=True)
+    assert ahead["all-gather", "f32"] == 3 * (once + 15 * layers // 8) // 2
 
 
 @pytest.mark.parametrize(

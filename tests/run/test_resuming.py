@@ -71,6 +71,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def evaluated(run: Path) -> list[int]:
+    """The steps after which a run was evaluated."""
+    return [line["step"] for line in read_metrics(run) if "eval_loss" in line]
+
+
 # Runs that go on.
 
 
@@ -81,11 +86,7 @@ def test_a_resumed_run_computes_what_the_uninterrupted_one_did(
     assert read_metrics(run) == read_metrics(whole)
     assert find_steps(run / "checkpoints") == find_steps(whole / "checkpoints")
     assert capsys.readouterr().out.startswith(f"resuming {run} after step 10\n")
-
     # The evaluation that the signal cut short is made up for.
-    def evaluated(folder):
-        return [line["step"] for line in read_metrics(folder) if "eval_loss" in line]
-
     assert evaluated(stopped) == []
     assert evaluated(run) == evaluated(whole) == [10, 20]
 
@@ -130,7 +131,8 @@ def test_a_longer_run_goes_on_from_a_finished_one(whole, tmp_path, capsys):
     assert after == before
     run = train(tmp_path, steps=22)
     assert "config differs from the run's: steps 20 -> 22" in capsys.readouterr().out
-    assert [line["step"] for line in read_metrics(run)][-3:] == [21, 22, 22]
+    assert [line["step"] for line in read_metrics(run)][-4:] == [20, 21, 22, 22]
+    assert evaluated(run) == [10, 20, 22]  # not at step 20 again
 
 
 def test_a_run_that_died_at_its_very_end_is_tidied_by_the_same_command(whole, tmp_path):
