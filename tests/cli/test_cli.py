@@ -217,6 +217,6 @@ def test_bad_input_is_one_line_and_exit_code_2(words, said, train_here, tmp_path
         ("import jshard\n", "jnp.ones(3)\nimport jshard\n", "while it is imported"),
     ],
 )
-def test_a_bad_recipe_is_one_line_and_exit_code_2(old, new, said, train, tmp_path):
+def test_a_bad_recipe_is_one_line_and_exit_code_2(old, new, said, train_here, tmp_path):
     recipe = RECIPE.replace(old, new, 1)
-    expect_one_line(train(tmp_path, "--config=tiny.py", recipe=recipe), 2, said)
+    expect_one_line(train_here(tmp_path, "--config=tiny.py", recipe=recipe), 2, said)

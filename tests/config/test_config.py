@@ -390,6 +390,7 @@ sequences = st.one_of(
 )
 
 
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(scalars | sequences | sequences.map(tuple))
 def test_every_value_is_read_back_from_its_text(value):
     parsed = Knob(value, "").read(str(value))

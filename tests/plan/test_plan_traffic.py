@@ -59,8 +59,13 @@ def test_the_least_of_a_known_step_is_its_closed_form():
     # The last layer's weights are still there when the backward of prefetch begins.
     ahead = least(mesh, policy, state, prefetch=True)
     assert ahead["all-gather", "f32"] == 3 * (once + 15 * layers // 8) // 2
+    whole = sharded(accumulate=3, reshard_after_forward=False)
+    kept = least(mesh, whole, state, prefetch=False)
+    assert kept["all-gather", "f32"] == 3 * (once + layers) // 2
 
 
+# Above are the others' least, and in test_start_up.py what is written for them.
+@pytest.mark.quick("knobs2", "knobs4", "knobs5", "knobs6", "knobs7")
 @pytest.mark.parametrize(
     ("knobs", "replica", "again"),
     [
@@ -104,7 +109,8 @@ def test_one_byte_gathers_send_no_less_than_the_values_without_their_scales():
 
 
 def test_a_mesh_without_shards_needs_nothing():
-    mesh, state, _ = traced_step(sharded(), replica=8)
+    mesh = jshard.make_mesh(replica=8)
+    state = jshard.FSDP(mesh, sharded()).abstract_state(nine_matrices, MOMENTUM)
     assert least(mesh, sharded(), state, prefetch=False) == {}
 
 

@@ -12,7 +12,6 @@ import pytest
 from jshard.checkpoint.restore import find_damage
 from tiny_runs import RECIPE, expect_one_line, read_metrics
 
-
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
@@ -83,7 +82,9 @@ def test_the_first_signal_lets_the_run_save_and_exit_75(
     lines = read_metrics(tmp_path / "run")
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == list(range(1, int(ended[1]) + 1))
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [ended[1]]
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [
+        ended[1]
+    ]
     assert not find_damage(tmp_path / "run/checkpoints" / ended[1])
     assert (tmp_path / "run/report.html").exists()
 
