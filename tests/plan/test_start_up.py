@@ -35,9 +35,13 @@ def loss_fn(model, batch):
 BATCH = {"tokens": np.zeros((32, 16), np.int32), "weights": np.ones((32, 16), "f4")}
 
 
-@pytest.mark.quick("2-2")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.parametrize(
+    ("replica", "accumulate"),
+    [
+        pytest.param(2, 2, marks=pytest.mark.core),
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 1), (1, 2), (2, 1))],
+    ],
+)
 def test_traffic_of_the_note_is_that_of_the_compiled_program(replica, accumulate):
     fsdp = jshard.FSDP(
         jshard.make_mesh(replica=replica), jshard.Policy(accumulate=accumulate)
