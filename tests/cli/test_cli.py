@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import jshard.train
 from jshard.cli.quiet import has_cuda_plugin
 from tiny_runs import RECIPE, expect_one_line, read_metrics
 
@@ -40,6 +41,7 @@ def without_times(metrics):
 # Runs that succeed.
 
 
+@pytest.mark.core
 def test_a_run_leaves_config_metrics_events_notes_and_a_report(finished):
     _, workdir = finished
     assert sorted(p.name.split(".")[0] for p in workdir.glob("[!.]*")) == [
@@ -132,25 +134,31 @@ def test_a_cpu_run_has_as_many_devices_as_it_is_told(
     assert {"steps", "eval_every"} <= set(notes["changed"])
 
 
-@pytest.fixture(scope="module")
-def helped(train, tmp_path_factory):
-    """The help of a packaged recipe, in a folder that has its own models."""
-    folder = tmp_path_factory.mktemp("helped")
-    (folder / "models").mkdir()
-    (folder / "models/__init__.py").touch()
-    (folder / "models/gpt.py").write_text("raise ImportError('the wrong models')")
-    return train(folder, "--config=gpt.py", "--help"), folder
+def test_help_lists_a_packaged_recipes_keys_and_trains_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    """In a folder that has its own models."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/__init__.py").touch()
+    (tmp_path / "models/gpt.py").write_text("raise ImportError('the wrong models')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("warnings.formatwarning", None)
+    monkeypatch.setattr(sys, "argv", ["jshard.train", "--config=gpt.py", "--help"])
+    jshard.train.main()
+    out, err = capsys.readouterr()
+    assert "--config.model.num_heads=" in out
+    assert "--config.mesh.fsdp=-1\n" in out
+    assert err == ""
+    assert not (tmp_path / "runs").exists()
 
 
-def test_help_lists_the_recipes_keys_and_trains_nothing(helped):
-    run, folder = helped
-    assert "--config.model.num_heads=" in run.stdout
-    assert "--config.mesh.fsdp=-1\n" in run.stdout
-    assert not (folder / "runs").exists()
-
-
-def test_a_packaged_recipe_runs_in_a_folder_that_has_its_own_models(helped):
-    run, _ = helped
+@pytest.mark.slow
+def test_a_packaged_recipe_runs_in_a_folder_that_has_its_own_models(train, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/__init__.py").touch()
+    (tmp_path / "models/gpt.py").write_text("raise ImportError('the wrong models')")
+    run = train(tmp_path, "--config=gpt.py", "--help")
     assert (run.returncode, run.stderr) == (0, "")
 
 
@@ -191,12 +199,20 @@ def test_a_gpu_plugin_is_not_heard_of_on_a_machine_without_a_gpu(train, tmp_path
     ("words", "said"),
     [
         (["--config=nosuch.py"], "no recipe 'nosuch.py': looked for"),
-        (["--config.stepz=3"], "did you mean steps?"),
-        (["--config.steps=three"], "--config.steps=three: must be a whole number"),
+        pytest.param(
+            *(["--config.stepz=3"], "did you mean steps?"), marks=pytest.mark.core
+        ),
+        pytest.param(
+            *(["--config.steps=three"], "--config.steps=three: must be a whole number"),
+            marks=pytest.mark.core,
+        ),
         (["--config.batch_size=7"], "7 examples is not divisible by 8 devices"),
         (["--config.policy.accumulate=3"], "not divisible by 8 devices x 3"),
         (["--config.mesh.fsdp=9"], "needs 9 devices but there are 8"),
-        (["--config.data.path=nosuch"], "nosuch: no such file or folder"),
+        pytest.param(
+            *(["--config.data.path=nosuch"], "nosuch: no such file or folder"),
+            marks=pytest.mark.core,
+        ),
         (["--config.data.path=empty.txt"], "empty.txt: the file is empty"),
         (["--config.data.path=short.txt"], "sequence_length=8"),
     ],
@@ -217,6 +233,6 @@ def test_bad_input_is_one_line_and_exit_code_2(words, said, train_here, tmp_path
         ("import jshard\n", "jnp.ones(3)\nimport jshard\n", "while it is imported"),
     ],
 )
-def test_a_bad_recipe_is_one_line_and_exit_code_2(old, new, said, train, tmp_path):
+def test_a_bad_recipe_is_one_line_and_exit_code_2(old, new, said, train_here, tmp_path):
     recipe = RECIPE.replace(old, new, 1)
-    expect_one_line(train(tmp_path, "--config=tiny.py", recipe=recipe), 2, said)
+    expect_one_line(train_here(tmp_path, "--config=tiny.py", recipe=recipe), 2, said)

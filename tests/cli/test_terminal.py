@@ -39,7 +39,8 @@ def test_nothing_but_one_function_prints():
     """Others could print what a stranger wrote; pipes of ours are no terminals."""
     found = []
     for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if "print(" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
                 to = [ast.unparse(k.value) for k in node.keywords if k.arg == "file"]
                 if not to or to[0].startswith("sys."):
@@ -84,15 +85,16 @@ def test_generated_json_is_the_same_json():
     assert "€" in text
 
 
-@pytest.fixture
-def step(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def step(tmp_path_factory) -> Path:
     """A checkpoint whose every text is hostile."""
+    folder = tmp_path_factory.mktemp("hostile")
     state = at_step(trained(make_fsdp(2, 4), steps=0), 8)
-    with Checkpointer(tmp_path / "checkpoints") as checkpointer:
+    with Checkpointer(folder / "checkpoints") as checkpointer:
         metrics = {f"loss{HOSTILE}": 1.0}
         config = {f"key{HOSTILE}": f"\nstep 99 {HOSTILE}"}
         checkpointer.save(state, metrics=metrics, config=config)
-    step = tmp_path / "checkpoints/8"
+    step = folder / "checkpoints/8"
     about = json.loads((step / metadata.FILE).read_text())
     about["created"] += HOSTILE
     for key in ("versions", "mesh"):

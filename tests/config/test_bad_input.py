@@ -106,7 +106,7 @@ def test_every_recipe_is_good_as_it_is_and_explains_each_key(name):
             assert not declaration.problem(flatten(config)[key]), key
 
 
-@pytest.mark.quick("gpt.py", "llama.py:3-8b")
+@pytest.mark.quick("gpt.py")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_bad_value_of_any_key_of_any_recipe_is_one_line_that_names_it(name):
     with config_of(name) as config:
@@ -119,6 +119,7 @@ def test_a_bad_value_of_any_key_of_any_recipe_is_one_line_that_names_it(name):
                 set_and_check(config, key, str(flat[key]))
 
 
+@pytest.mark.quick("gpt.py", "llama.py:3-8b", "digits.py")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_misspelt_key_of_any_recipe_is_one_line_that_names_it(name):
     rng = random.Random(name)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 
 import jshard
@@ -35,6 +36,36 @@ def sharded(**knobs: Any) -> jshard.Policy:
     return jshard.Policy(min_shard_elements=64, **knobs)
 
 
+def nine_matrices(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Sequential(
+        jshard.Unit(nnx.Linear(64, 16, use_bias=False, rngs=rngs)),
+        jshard.Stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 8, rngs=rngs),
+    )
+
+
+@pytest.mark.core
+def test_the_least_of_a_known_step_is_its_closed_form():
+    policy = sharded(accumulate=3)
+    mesh = jshard.make_mesh(replica=4)  # shards of two devices
+    state = jshard.FSDP(mesh, policy).abstract_state(nine_matrices, MOMENTUM)
+    once, layers = 4 * 64 * 16, 4 * 8 * 16 * 16  # bytes of the parameters
+    # Each micro-batch gathers, gathers layers again, and scatters: the other half. The
+    # sum over replicas brings 2 (n - 1)/n of a shard, once. Biases are on each device.
+    assert least(mesh, policy, state, prefetch=False) == {
+        ("all-gather", "f32"): 3 * (once + 2 * layers) // 2,
+        ("reduce-scatter", "f32"): 3 * (once + layers) // 2,
+        ("all-reduce", "f32"): (once + layers) // 2 * 2 * 3 // 4,
+    }
+    # The last layer's weights are still there when the backward of prefetch begins.
+    ahead = least(mesh, policy, state, prefetch=True)
+    assert ahead["all-gather", "f32"] == 3 * (once + 15 * layers // 8) // 2
+    whole = sharded(accumulate=3, reshard_after_forward=False)
+    kept = least(mesh, whole, state, prefetch=False)
+    assert kept["all-gather", "f32"] == 3 * (once + layers) // 2
+
+
+# Above are the others' least, and in test_start_up.py what is written for them.
+@pytest.mark.quick("knobs2", "knobs4", "knobs5", "knobs6", "knobs7")
 @pytest.mark.parametrize(
     ("knobs", "replica", "again"),
     [
@@ -78,7 +109,8 @@ def test_one_byte_gathers_send_no_less_than_the_values_without_their_scales():
 
 
 def test_a_mesh_without_shards_needs_nothing():
-    mesh, state, _ = traced_step(sharded(), replica=8)
+    mesh = jshard.make_mesh(replica=8)
+    state = jshard.FSDP(mesh, sharded()).abstract_state(nine_matrices, MOMENTUM)
     assert least(mesh, sharded(), state, prefetch=False) == {}
 
 

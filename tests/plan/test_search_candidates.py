@@ -214,7 +214,7 @@ def steps(examples):
     )
 
 
-@steps(2)
+@steps(1)
 def test_no_step_needs_less_than_the_bound(policy, replica, layers, optimizer):
     check_bound(policy, replica, layers, optimizer)
 

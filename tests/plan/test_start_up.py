@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import hlo
 import jshard
 from jshard.models.gpt import GPT, GPTConfig
-from jshard.plan.start_up import describe, traffic
+from jshard.plan.start_up import Traffic, describe, traffic
 
 CONFIG = GPTConfig(
     vocab_size=64,
@@ -34,9 +35,13 @@ def loss_fn(model, batch):
 BATCH = {"tokens": np.zeros((32, 16), np.int32), "weights": np.ones((32, 16), "f4")}
 
 
-@pytest.mark.quick("2-2")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.parametrize(
+    ("replica", "accumulate"),
+    [
+        pytest.param(2, 2, marks=pytest.mark.core),
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 1), (1, 2), (2, 1))],
+    ],
+)
 def test_traffic_of_the_note_is_that_of_the_compiled_program(replica, accumulate):
     fsdp = jshard.FSDP(
         jshard.make_mesh(replica=replica), jshard.Policy(accumulate=accumulate)
@@ -55,6 +60,26 @@ def test_traffic_of_the_note_is_that_of_the_compiled_program(replica, accumulate
         between = traffic(jaxpr, sizes, {"replica": 1})
         leaving = {kind for (kind, _), found in between.items() if found.network_bytes}
         assert leaving == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("group", "crosses"), [(2, False), (4, False), (8, True)], ids=str
+)
+def test_what_stays_on_a_host_is_no_traffic_of_the_network(group, crosses):
+    """Of an axis of eight devices, four of which share a host."""
+    mesh = jshard.make_mesh()
+    groups = np.arange(8).reshape(-1, group).tolist() if group < 8 else None
+    gather = jax.shard_map(
+        lambda x: jax.lax.all_gather(x, "fsdp", axis_index_groups=groups),
+        mesh=mesh,
+        in_specs=P("fsdp"),
+        out_specs=P("fsdp"),
+        check_vma=False,
+    )
+    jaxpr = jax.make_jaxpr(gather)(jnp.ones((8, 4))).jaxpr
+    (found,) = traffic(jaxpr, dict(mesh.shape), {"fsdp": 4}).values()
+    received = (group - 1) * 4 * 4
+    assert found == Traffic(1, received, received * crosses)
 
 
 def test_the_note_names_devices_sizes_what_is_replicated_and_why():

@@ -32,14 +32,24 @@ assert "jax" not in sys.modules or sys.exit("imports JAX, which parents do not n
 jshard.FSDP, jshard.nn
 assert "orbax" not in sys.modules or sys.exit("imports orbax")
 print(len(jshard.make_mesh().devices.flat), jshard.Checkpointer.__name__)
+print({names})
 """
+LEADS_TO = (
+    "nn.Split",
+    "optim.per_layer",
+    "functional.gather",
+    "linen.Model",
+    "training.early_stopping",
+)
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
     """Runs Python where JAX finds a CUDA plugin, which finds no GPU."""
     if has_accelerator():
         pytest.skip("this machine has a GPU")
+    tmp_path = tmp_path_factory.mktemp("plugin")
+    (tmp_path / "r.py").write_text(f"import jax; jax.devices()\n{RECIPE}")
     (tmp_path / "jax_cuda12_plugin").mkdir()
     (tmp_path / "jax_cuda12_plugin/__init__.py").touch()
     plugin = tmp_path / "jax_plugins/xla_cuda12/__init__.py"
@@ -67,11 +77,21 @@ def run(tmp_path):
     return run_python
 
 
-def test_importing_starts_nothing_redirects_nothing_and_leaves_orbax_alone(run):
-    done = run("-c", WATCHED)
-    assert (done.returncode, done.stdout) == (0, "1 Checkpointer\n"), done.stderr
+@pytest.fixture(scope="module")
+def imported(run):
+    """A process that has asked all of `WATCHED`."""
+    names = ", ".join(f"jshard.{name}.__name__" for name in LEADS_TO)
+    return run("-c", WATCHED.replace("{names}", names))
 
 
+@pytest.mark.core
+def test_importing_starts_nothing_redirects_nothing_and_leaves_orbax_alone(imported):
+    assert imported.returncode == 0, imported.stderr
+    assert imported.stdout.splitlines()[0] == "1 Checkpointer"
+    assert "RuntimeError: no CUDA" in imported.stderr  # as JAX says it
+
+
+@pytest.mark.slow  # above, that it is not hidden
 def test_a_program_hears_of_a_failing_cuda_plugin_what_jax_says(run):
     program = "import jax; print(jax.devices())"
     done, without = run("-c", f"import jshard; {program}"), run("-c", program)
@@ -80,25 +100,30 @@ def test_a_program_hears_of_a_failing_cuda_plugin_what_jax_says(run):
     assert done.stdout == "[CpuDevice(id=0)]\n"
 
 
-def test_a_command_says_in_one_line_that_a_cuda_plugin_failed_and_why(run, tmp_path):
-    (tmp_path / "r.py").write_text(f"import jax; jax.devices()\n{RECIPE}")
-    words = ("-m", "jshard.train", "--config=r.py", "--config.stepz=3")
-    done = run(*words)
-    note, error = done.stderr.splitlines()
-    assert note == (
-        "jshard: note: a CUDA plugin is installed but cannot be used (no GPU is "
-        "visible, not even as /dev/nvidia0): computing on the CPU"
-    )
+NOTE = "jshard: note: a CUDA plugin is installed but cannot be used ({}): computing on "
+NOTE += "the CPU"
+UNSEEN = "no GPU is visible, not even as /dev/nvidia0"
+
+
+@pytest.mark.quick("nothing")
+@pytest.mark.parametrize(
+    ("chosen", "notes"),
+    [
+        ({}, [NOTE.format(UNSEEN)]),
+        # Asked for GPUs, JAX says why there are none.
+        ({"JAX_PLATFORMS": "cuda,cpu"}, [NOTE.format("no CUDA")]),
+        ({"JAX_PLATFORMS": "cpu"}, []),  # the user knows
+    ],
+    ids=["nothing", "gpus", "cpus"],
+)
+def test_a_command_says_in_one_line_that_a_cuda_plugin_failed_and_why(
+    chosen, notes, run
+):
+    done = run("-m", "jshard.train", "--config=r.py", "--config.stepz=3", **chosen)
+    *said, error = done.stderr.splitlines()
+    assert said == notes
     assert "did you mean steps?" in error
-    # Asked for GPUs, JAX says why there are none.
-    done = run(*words, JAX_PLATFORMS="cuda,cpu")
-    assert done.stderr.splitlines()[0] == (
-        "jshard: note: a CUDA plugin is installed but cannot be used (no CUDA): "
-        "computing on the CPU"
-    )
-    assert "Traceback" not in done.stderr
-    done = run(*words, JAX_PLATFORMS="cpu")  # the user knows
-    assert "CUDA" not in done.stderr
+    assert done.returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -173,13 +198,10 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_the_top_level_is_small_and_leads_to_the_rest(run):
+def test_the_top_level_is_small_and_leads_to_the_rest(imported):
     assert len(dir(jshard)) <= 20
-    rest = "nn.Split, optim.per_layer, functional.gather, linen.Model"
-    rest += ", training.early_stopping"
-    names = ", ".join(f"jshard.{name}.__name__" for name in rest.split(", "))
-    done = run("-c", f"import jshard; print({names})", JAX_PLATFORMS="cpu")
-    assert done.stdout.split() == [x.partition(".")[2] for x in rest.split(", ")]
+    names = [name.partition(".")[2] for name in LEADS_TO]
+    assert imported.stdout.splitlines()[1].split() == names
 
 
 @pytest.mark.parametrize("name", ["models", "recipes"])

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore
+from safetensors.numpy import save_file
 
 import jshard
 from foreign_weights import read_tensors
@@ -62,8 +63,27 @@ def files(base, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory) -> Path:
+    """A file of tensors for the same model, that no run has trained."""
+    draw = np.random.default_rng(0).normal
+    shapes = {"embed.embedding": (64, 16), "head.kernel": (16, 64), "head.bias": (64,)}
+    for layer in range(2):
+        shapes[f"blocks.{layer}.layers.0.kernel"] = (16, 16)
+        shapes[f"blocks.{layer}.layers.0.bias"] = (16,)
+    file = tmp_path_factory.mktemp("frozen") / "frozen.safetensors"
+    save_file({k: draw(size=x).astype(np.float32) for k, x in shapes.items()}, file)
+    return file
+
+
+@pytest.fixture(scope="module")
+def adapted(frozen, tmp_path_factory) -> Path:
+    """A run of eight steps that has trained adapters of it."""
+    return adapt(tmp_path_factory.mktemp("adapted"), frozen)
+
+
 def adapt(folder: Path, base: Path | str, **keys: Any) -> Path:
-    given = {"steps": 8, "checkpoint__restore": base} | keys
+    given = {"steps": 8, "eval_every": 0, "checkpoint__restore": base} | keys
     return train(folder, recipe=ADAPTERS, **given)
 
 
@@ -78,32 +98,53 @@ def stop(folder: Path, base: Path) -> Path:
     return folder / "run"
 
 
-@pytest.mark.quick("files")
-@pytest.mark.parametrize("source", ["base", "files"])
+def killed(adapted: Path, folder: Path) -> Path:
+    """A copy of the run, as if it had been killed after its first checkpoint."""
+    run = shutil.copytree(adapted, folder / "run")
+    shutil.rmtree(run / "checkpoints/8")
+    return run
+
+
+def check_arrays(run: Path) -> None:
+    """Adapters alone are in the newest checkpoint, and what tells their base."""
+    kept = metadata.read(find_step(run))
+    kinds = {name.split(".")[0] for name in kept["arrays"]}
+    assert kinds == {"step", "params", "model_state", "opt_state", "ema"}
+    params = [name for name in kept["arrays"] if name.startswith("params")]
+    assert params == [f"params.{LINEAR}.lora_{side}" for side in "ab"]
+    assert "blocks" in str(kept["frozen_from"]["bit_sums"])
+
+
 def test_checkpoints_hold_adapters_alone_and_runs_go_on_from_them(
+    adapted, frozen, tmp_path
+):
+    check_arrays(adapted)
+    run = killed(adapted, tmp_path)
+    adapt(tmp_path, frozen)
+    assert read_metrics(run) == read_metrics(adapted)
+    check_arrays(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["base", "files"])
+def test_adapters_of_a_run_and_of_its_export_go_on_after_a_signal(
     source, tmp_path, request
 ):
     base = request.getfixturevalue(source)
     (tmp_path / "whole").mkdir()
     whole = adapt(tmp_path / "whole", base)
     run = stop(tmp_path, base)
-    step = find_step(run)
-    kinds = {name.split(".")[0] for name in metadata.read(step)["arrays"]}
-    assert kinds == {"step", "params", "model_state", "opt_state", "ema"}
-    params = [n for n in metadata.read(step)["arrays"] if n.startswith("params")]
-    assert params == [f"params.{LINEAR}.lora_{side}" for side in "ab"]
+    check_arrays(run)
     adapt(tmp_path, base)
     assert read_metrics(run) == read_metrics(whole)
-    assert "blocks" in str(metadata.read(find_step(run))["frozen_from"]["bit_sums"])
+    check_arrays(run)
 
 
 @pytest.mark.quick("adapters-True")
 @pytest.mark.parametrize("ema", [False, True])
 @pytest.mark.parametrize("kind", ["base", "adapters"])
-def test_a_trained_model_is_that_of_the_last_step_or_the_averages(
-    kind, ema, base, files, tmp_path
-):
-    run = base if kind == "base" else adapt(tmp_path, files)
+def test_a_trained_model_is_that_of_the_last_step_or_the_averages(kind, ema, request):
+    run = request.getfixturevalue("base" if kind == "base" else "adapted")
     recipe = str(run.parent / "tiny.py")
     name = "head.kernel" if kind == "base" else f"{LINEAR}.lora_b"
     stored = f"{'ema' if ema else 'params'}.{name}"
@@ -137,10 +178,11 @@ def test_a_base_that_has_moved_is_named_again(files, tmp_path, capsys):
     assert f"resuming {run} after step 5" in capsys.readouterr().out
 
 
-def test_a_base_that_has_changed_is_an_error_that_names_arrays(files, tmp_path):
-    own = shutil.copytree(files, tmp_path / "files")
-    run = stop(tmp_path, own)
-    file = own / "model.safetensors"
+def test_a_base_that_has_changed_is_an_error_that_names_arrays(
+    adapted, frozen, tmp_path
+):
+    file = own = Path(shutil.copy(frozen, tmp_path))
+    run = killed(adapted, tmp_path)
     data = bytearray(file.read_bytes())
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     offset = header["head.kernel"]["data_offsets"][0]

@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import SessionLog
 
 from jshard.config.run_config import complete
 from jshard.distributed.peers import Peers
-from jshard.errors import UserError
+from jshard.errors import RunFailed, UserError
 from jshard.report.run_report import read_metrics
 from jshard.run.lock import lock_folder
 from jshard.run.metrics import RunFolder
@@ -193,6 +193,52 @@ def test_a_run_that_is_resumed_again_remembers_each_time(run, config):
 def test_a_run_killed_before_its_first_checkpoint_starts_again(run, config):
     with RunFolder(run, config, resume_from=0):
         assert read_metrics(run) == []
+
+
+@pytest.mark.parametrize(("every", "resumes"), [(4, True), (0, False)])
+def test_a_run_without_checkpoints_starts_again_only_if_it_would_have_saved(
+    every, resumes, run, config
+):
+    config.checkpoint.every = every
+    (run / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    start = find_start(run, config, Peers())
+    assert (start.step, start.resumes) == (0, resumes)
+    assert start.message.endswith("starting again from step 1" if resumes else "")
+
+
+def test_a_folder_whose_checkpoints_are_gone_does_not_start_again(run, config):
+    with RunFolder(run, config, resume_from=6) as folder:
+        folder.write(4, {"checkpoint_bytes": 8})
+    with pytest.raises(UserError, match=r"the checkpoints of .* are missing"):
+        find_start(run, config, Peers())
+
+
+def lose(run):
+    run.rename(run.with_name("gone"))
+
+
+def replace(run):
+    lose(run)
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+
+
+def clear(run):
+    (run / "config.json").unlink()
+
+
+@pytest.mark.parametrize("harm", [lose, replace, clear])
+def test_a_folder_that_is_gone_fails_a_save_and_the_end_of_a_run(harm, run, config):
+    said = r"run was deleted, moved or replaced while the run trained in it"
+    folder = RunFolder(run, config, resume_from=6)
+    folder.flush()
+    harm(run)
+    with pytest.raises(RunFailed, match=said):
+        folder.flush()
+    with pytest.raises(RunFailed, match=said):
+        folder.__exit__()
 
 
 def test_a_run_killed_before_its_first_line_starts_again(config, tmp_path):

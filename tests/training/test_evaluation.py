@@ -1,5 +1,6 @@
 """Evaluations: exact for any number of examples, and tried before the first step."""
 
+import functools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -43,30 +44,35 @@ def example(index: int) -> dict:
     return {"x": draw.normal(size=4), "tokens": np.float64(draw.integers(1, 9))}
 
 
+@functools.cache
+def prepared() -> tuple[Any, Any, dict]:
+    """(a run, its state, its evaluation steps)."""
+    policy = jshard.Policy(min_shard_elements=0)
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy, units=(nnx.Linear,))
+    reader = {
+        "batch_size": BATCH,
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+    run = SimpleNamespace(
+        job=SimpleNamespace(fsdp=fsdp, recipe=SimpleNamespace(loss_fn=loss_fn)),
+        abstract_state=fsdp.abstract_state(Model, optax.sgd(0.1)),
+        config=complete(_config(), "test"),
+        reader=lambda: reader,
+        filled=lambda rows: rows,
+    )
+    return run, fsdp.init(Model, optax.sgd(0.1)), {}
+
+
 def evaluated(count: int) -> tuple[dict[str, float], dict[str, float]]:
     """An evaluation over so many examples, and the same without jshard."""
     with jax.enable_x64(True):
-        policy = jshard.Policy(min_shard_elements=0)
-        fsdp = jshard.FSDP(jshard.make_mesh(), policy, units=(nnx.Linear,))
-        state = fsdp.init(Model, optax.sgd(0.1))
-        reader = {
-            "batch_size": BATCH,
-            "process_index": jax.process_index(),
-            "process_count": jax.process_count(),
-        }
-        run: Any = SimpleNamespace(
-            job=SimpleNamespace(fsdp=fsdp, recipe=SimpleNamespace(loss_fn=loss_fn)),
-            abstract_state=fsdp.abstract_state(Model, optax.sgd(0.1)),
-            config=complete(_config(), "test"),
-            reader=lambda: reader,
-            filled=lambda rows: rows,
-        )
+        run, state, steps = prepared()
         examples = grain.MapDataset.range(count).map(example)
-        evaluate = prepare_evaluation(run, examples)
-        got = evaluate(state)
+        got = prepare_evaluation(run, examples, steps)(state)
         rows = [example(i) for i in range(count)]
         full = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
-        params = fsdp.fetch(state.params)
+        params = run.job.fsdp.fetch(state.params)
         kernel, bias = (params["linear"][name][...] for name in ("kernel", "bias"))
         outputs = np.tanh(full["x"] @ np.asarray(kernel) + np.asarray(bias))
         squares = np.sum(outputs**2, -1) * full["tokens"]
@@ -150,7 +156,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
 
 def test_a_recipe_whose_batch_does_not_divide_its_validation_data_trains(tmp_path):
     recipe = RECIPE.replace(SPLIT, "        return data[:13]\n")
-    workdir = train(tmp_path, recipe=recipe, steps=2, eval_every=2, checkpoint__every=0)
+    keys: dict[str, Any] = {"checkpoint__every": 0, "policy__ema_decay": None}
+    workdir = train(tmp_path, recipe=recipe, steps=1, eval_every=1, **keys)
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     tokens = [np.random.default_rng(i).integers(0, 64, 8, np.int32) for i in range(13)]
     means = np.mean(np.square(tokens), axis=0)

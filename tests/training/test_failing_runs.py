@@ -1,16 +1,22 @@
 """Runs of `python -m jshard.train` that end badly, as a user sees them."""
 
+import os
 import re
 import signal
 import subprocess
+import threading
+import time
 
 import pytest
 
+from jshard.checkpoint.restore import find_damage
 from tiny_runs import RECIPE, expect_one_line, read_metrics
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
-def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(train, tmp_path):
-    run = train(
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(train_here, tmp_path):
+    run = train_here(
         tmp_path,
         "--config=tiny.py",
         "--workdir=run",
@@ -25,7 +31,65 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(train, tmp_path):
     assert (tmp_path / "run/report.html").exists()
 
 
-@pytest.mark.quick("words0")
+@pytest.fixture
+def send_in_training(tmp_path):
+    """Sends this process a signal once a run, in a folder there, has its first line.
+
+    A run whose process would ignore the signal, as a shell's background job ignores
+    Ctrl-C, would be deaf to it.
+    """
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(kind, signal.default_int_handler) for kind in kinds]
+    threads = []
+
+    def wait_and_send(number):
+        metrics = tmp_path / "run/metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            if metrics.exists() and metrics.stat().st_size:
+                return os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    def send(number):
+        threads.append(threading.Thread(target=wait_and_send, args=[number]))
+        threads[-1].start()
+
+    yield send
+    for thread in threads:
+        thread.join()
+    for kind, handler in zip(kinds, before, strict=True):
+        signal.signal(kind, handler)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.core), signal.SIGINT]
+)
+def test_the_first_signal_lets_the_run_save_and_exit_75(
+    number, send_in_training, train_here, tmp_path
+):
+    keys = {"steps": 5000, "log_every": 5000, "eval_every": 0}
+    words = [f"--config.{key}={value}" for key, value in keys.items()]
+    send_in_training(number)
+    run = train_here(tmp_path, "--config=tiny.py", "--workdir=run", *words)
+    name = number.name
+    said = (
+        rf"jshard: {name}: finishing the step and saving; once more exits at once\n"
+        rf"jshard: {name} at step (\d+): saved; .* --workdir=run to resume\n"
+    )
+    ended = re.fullmatch(said, run.stderr)
+    assert run.returncode == 75
+    assert ended, run.stderr
+    lines = read_metrics(tmp_path / "run")
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == list(range(1, int(ended[1]) + 1))
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [
+        ended[1]
+    ]
+    assert not find_damage(tmp_path / "run/checkpoints" / ended[1])
+    assert (tmp_path / "run/report.html").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -71,9 +135,9 @@ def test_an_interrupted_run_saves_where_it_may_and_keeps_its_metrics(
     assert (tmp_path / "run/report.html").exists()
 
 
-def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train, tmp_path):
+def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train_here, tmp_path):
     recipe = RECIPE.replace("(config):", "(config):\n    1 / 0")
-    run = train(tmp_path, "--config=tiny.py", recipe=recipe)
+    run = train_here(tmp_path, "--config=tiny.py", recipe=recipe)
     assert run.returncode == 1
     assert "ZeroDivisionError" in run.stderr
 
@@ -100,12 +164,12 @@ def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train, tmp_path):
     ],
 )
 def test_an_error_of_the_users_function_shows_its_lines_and_exits_1(
-    old, new, name, train, tmp_path
+    old, new, name, train_here, tmp_path
 ):
     assert old in RECIPE
     short = ["--config.steps=1", "--config.eval_every=0"]
     recipe = RECIPE.replace(old, new, 1)
-    run = train(tmp_path, "--config=tiny.py", *short, recipe=recipe)
+    run = train_here(tmp_path, "--config=tiny.py", *short, recipe=recipe)
     assert run.returncode == 1
     *lines, last = run.stderr.splitlines()
     assert last.startswith(f"jshard: error: {name}() failed at {tmp_path}/tiny.py:")
@@ -150,10 +214,10 @@ def test_wrong_returns_and_a_list_of_ragged_examples_are_one_line(train, tmp_pat
     expect_one_line(run, 2, "has several shapes in one batch")
 
 
-def test_ctrl_c_within_jax_is_no_bug(train, tmp_path):
+def test_ctrl_c_within_jax_is_no_bug(train_here, tmp_path):
     # JAX's C++ raises a ValueError from the KeyboardInterrupt of a comparison.
     raising = "(config):\n    raise ValueError('metadata') from KeyboardInterrupt()"
-    run = train(
+    run = train_here(
         tmp_path, "--config=tiny.py", recipe=RECIPE.replace("(config):", raising)
     )
     assert run.returncode == 130

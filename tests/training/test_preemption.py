@@ -9,12 +9,8 @@ import time
 import warnings
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import jshard
 from failures import slowly
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
@@ -22,6 +18,7 @@ from jshard.train import main
 from jshard.training.callbacks.preemption import WARNINGS, Preemption
 from processes import Processes
 from resumable import RECIPE
+from signalled_steps import step_until_signalled
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -209,31 +206,6 @@ def test_the_second_signal_ends_even_a_process_that_is_busy(first, second, code)
 
 
 # Several processes.
-
-
-def step_until_signalled(name: str) -> tuple[int, str | None]:
-    """Both processes step together, by a sum over both, until they agree to stop.
-
-    The second one signals itself after its tenth step, and again after the agreed one.
-    """
-    second = jax.process_index() == 1
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    mesh = jshard.make_mesh()
-    ones = jshard.FSDP(mesh).shard_batch(np.ones(1, np.float32))
-    add = jax.jit(jnp.sum)
-    step = 0
-    with Preemption() as preemption:
-        while step == 0 or not preemption.requested(step):
-            step += 1
-            add(ones).block_until_ready()
-            time.sleep(0.01)
-            if second and step == 10:
-                send(getattr(signal, name))
-        if second:
-            send(signal.SIGTERM)
-        add(ones).block_until_ready()
-        time.sleep(0.1)  # alive, and could save
-    return step, preemption.signal_name
 
 
 @pytest.mark.quick("SIGUSR1")

@@ -9,12 +9,16 @@ import signal
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 
 import jshard
 import resumable
@@ -22,6 +26,9 @@ from jshard.config.profiled_steps import profiled_steps
 from jshard.distributed.peers import Peers
 from jshard.errors import Interrupted, UserError
 from jshard.fsdp import scopes
+from jshard.run.progress import ProgressDisplay
+from jshard.training.callbacks.profiling import Profile
+from jshard.training.throughput import Throughput
 
 RECIPE = """\
 import grain
@@ -85,6 +92,7 @@ def steps_of(trace: Path) -> list[int]:
     return sorted(map(int, steps))
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_a_trace_holds_the_steps_and_the_names_of_their_parts(tmp_path, capsys):
     run = train(tmp_path, profile__steps="3:4")
     (trace,) = traces(run)
@@ -164,6 +172,46 @@ def test_a_trace_that_the_disk_refuses_costs_one_warning(tmp_path, monkeypatch):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
 
 
+@pytest.mark.parametrize(
+    ("given", "done", "traced", "note"),
+    [
+        ("2:4", 0, [2, 3, 4], "steps 2 to 4, into "),
+        ("2:4", 1, [2, 3, 4], "steps 2 to 4, into "),
+        ("2:4", 2, [3, 4], "steps 3 to 4, into "),
+        ("2:4", 3, [4], "step 4, into "),
+        ("2:4", 4, [], "none: step 4 is done already"),
+        ("3", 2, [3], "step 3, into "),
+        ("", 0, [], ""),
+    ],
+)
+def test_a_run_traces_those_of_the_steps_that_are_left(
+    given, done, traced, note, tmp_path, monkeypatch
+):
+    now = {"step": 0, "traces": False}
+    seen = []
+
+    def start(folder, **options):
+        assert folder == tmp_path / "profile"
+        now["traces"] = True
+
+    monkeypatch.setattr(jax.profiler, "start_trace", start)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: now.update(traces=False))
+    config = ConfigDict({"profile": {"steps": given}})
+    run: Any = SimpleNamespace(config=config, workdir=tmp_path, state=None)
+    run.peers = Peers()
+    rate = Throughput({"x": np.ones((8, 1))}, jshard.make_mesh())
+    with Profile(run, done, rate, ProgressDisplay(6, enabled=False)) as profile:
+        for step in range(done + 1, 7):
+            profile.before_step(step)
+            seen.extend([step] * now["traces"])
+            profile.after_step(step)
+    assert seen == traced
+    assert not now["traces"]
+    assert profile.note.startswith(f"profile         {note}" if note else "")
+    assert bool(profile.note) == bool(note)
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_a_resumed_run_traces_the_steps_that_are_left(tmp_path, capsys):
     train(tmp_path, steps=3, checkpoint__every=3)

@@ -162,7 +162,7 @@ def test_a_run_of_one_step_that_is_hit_while_it_compiles_is_done(tmp_path):
     assert end_of(tmp_path, "compiling", 1, steps=1) == "done"
 
 
-@pytest.mark.quick("compiling", "data-1", "saving")
+@pytest.mark.quick("compiling", "saving")
 @pytest.mark.usefixtures("ending", "compiled_once")
 @pytest.mark.parametrize(
     ("phase", "step", "saved"),
@@ -188,6 +188,7 @@ def test_a_signal_before_the_last_step_saves_and_the_run_goes_on(
     assert find_steps(tmp_path / "run/checkpoints")[-1] == STEPS
 
 
+@pytest.mark.quick("compiling", "data")
 @pytest.mark.usefixtures("ending", "compiled_once")
 @pytest.mark.parametrize(
     ("phase", "step"), [("compiling", 1), ("step", 2), ("evaluating", 2), ("data", 3)]
@@ -233,6 +234,7 @@ def test_a_run_that_is_interrupted_and_saves_nothing_exits_130(monkeypatch, caps
     assert capsys.readouterr().err.startswith("jshard: error: SIGTERM at step 3")
 
 
+@pytest.mark.slow  # by default test_failing_runs.py has a run that exits with 75
 def test_a_signal_saves_the_step_it_comes_in(tmp_path, capsys):
     def signal_when_it_runs() -> None:
         metrics = tmp_path / "run/metrics.jsonl"

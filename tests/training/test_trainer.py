@@ -197,7 +197,7 @@ def test_predictions_have_the_same_rows_in_order_on_any_mesh(kind, tmp_path):
         "array": ROWS,
     }[kind]
     want = None
-    for count in (1, 3, 8) if kind == "columns" else (8,):
+    for count in (3, 8) if kind == "columns" else (8,):
         mesh = jshard.make_mesh(devices=jax.devices()[:count])
         trainer = make(tmp_path, mesh=mesh)
         got = trainer.predict(data)
