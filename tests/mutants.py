@@ -52,7 +52,7 @@ test-command = {command}
 [cosmic-ray.distributor]
 name = "local"
 """
-SECONDS = 600  # of one mutant; one that takes longer hangs, which is red, too
+SECONDS = 300  # of one mutant; one that takes longer hangs, which is red, too
 # A mutant of code that deletes files deletes others: one has removed /etc. So they run
 # where every file system is read-only but their copy.
 JAIL = """set -e
