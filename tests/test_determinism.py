@@ -193,7 +193,6 @@ def train(fsdp: jshard.FSDP) -> tuple[Any, list]:
     return fsdp.fetch(state), metrics
 
 
-@pytest.mark.core
 def test_the_same_seed_gives_bitwise_the_same_run_twice(compiled_once):
     first, second = (train(make_fsdp(2, 4, accumulate=2)) for _ in range(2))
     chex.assert_trees_all_equal(first, second)

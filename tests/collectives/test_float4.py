@@ -13,7 +13,7 @@ from jshard.collectives import float4, quantized
 from jshard.collectives.random_bits import fold, random_bits, random_words
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-ALL = np.concatenate([MAGNITUDES, -MAGNITUDES])
+ALL = np.concatenate([MAGNITUDES, np.negative(MAGNITUDES)])
 # One program each: of an operation at a time JAX compiles many.
 to_float4 = jax.jit(float4.to_float4, static_argnames="stochastic")
 from_float4 = jax.jit(float4.from_float4)

@@ -33,9 +33,9 @@ def on_devices(fn, *arrays: Any, **sizes: int) -> Any:
 
 
 def mapped_over(fn, *arrays: Any, **sizes: int) -> tuple[Any, list[jax.Array]]:
-    sizes = {"replica": 1} | sizes
-    count = int(np.prod(list(sizes.values())))
-    mesh = jshard.make_mesh(**sizes, devices=jax.devices()[:count])
+    options: dict[str, Any] = {"replica": 1} | sizes
+    count = int(np.prod(list(options.values())))
+    mesh = jshard.make_mesh(**options, devices=jax.devices()[:count])
     spec = P(mesh.axis_names)
 
     def one(*rows: jax.Array) -> Any:
@@ -82,7 +82,8 @@ def test_parts_are_kept_in_the_dtype_of_the_wire_where_that_is_smaller():
     run = lambda place: lambda full: group_of_two(place, full)
 
     def kept(**dtypes: str) -> list:
-        place = Placement(-1, (-1, 3), **{k: jnp.dtype(v) for k, v in dtypes.items()})
+        given: dict[str, Any] = {k: jnp.dtype(v) for k, v in dtypes.items()}
+        place = Placement(-1, (-1, 3), **given)
         mapped, arrays = mapped_over(run(place), rows(2, 3), fsdp=2)
         part, whole = jax.eval_shape(mapped, *arrays)
         assert (part.shape, whole.shape) == ((2, 2), (2, 3))  # padded, and exact
@@ -118,6 +119,7 @@ def test_a_shard_becomes_the_parameter_and_its_gradient_the_sum():
 
 def test_what_is_frozen_has_no_gradient_and_what_is_replicated_its_own():
     def run(shard: jax.Array, place: Placement) -> Any:
+        full: Any
         full, pullback = jax.vjp(lambda x: all_gather(x, place), shard)
         return full, *pullback(jnp.ones_like(full))
 

@@ -68,6 +68,7 @@ def test_tables_of_units_are_made_by_rows_where_these_divide(monkeypatch):
 
 def test_annotated_variables_keep_flax_sharding():
     model, mesh = Model(nnx.Rngs(0)), AbstractMesh((1, 3), ("replica", "fsdp"))
+    assert model.up.bias is not None
     model.up.kernel.set_metadata("out_sharding", ("model", None))
     model.up.kernel.set_metadata("eager_sharding", "as it was")
     prepare(model, jshard.Policy(), mesh, (), is_parameter)
@@ -92,7 +93,7 @@ class Other(nnx.Module):
         self.w = nnx.Param(jnp.zeros(4))
 
 
-def marks(module_: nnx.Module) -> dict[str, tuple]:
+def marks(module_: nnx.Module) -> dict[Any, tuple]:
     return {
         path[-1]: variable.get_metadata(IN_LAYER, ())
         for path, variable in nnx.iter_graph(module_)

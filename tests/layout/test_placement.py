@@ -17,9 +17,9 @@ from jshard.layout.placement import Placement
 
 def in_shards(fn, *shape: int, **sizes: int):
     """The shape that ``fn`` gives one device of such a mesh."""
-    sizes = {"replica": 1} | sizes
-    count = int(np.prod(list(sizes.values())))
-    mesh = jshard.make_mesh(**sizes, devices=jax.devices()[:count])
+    options: dict[str, Any] = {"replica": 1} | sizes
+    count = int(np.prod(list(options.values())))
+    mesh = jshard.make_mesh(**options, devices=jax.devices()[:count])
     spec = jax.sharding.PartitionSpec()
     mapped = jax.shard_map(
         fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
@@ -77,7 +77,8 @@ def test_what_four_bits_stand_for_takes_no_gradient():
     decoded, pullback = jax.vjp(place.decoded, jnp.ones(3))
     assert decoded.dtype == jnp.bfloat16
     np.testing.assert_array_equal(decoded, [2, 2, 2])
-    np.testing.assert_array_equal(*pullback(jnp.ones_like(decoded)), np.zeros(3))
+    (grad,) = pullback(jnp.ones_like(decoded))
+    np.testing.assert_array_equal(grad, np.zeros(3))
     assert Placement(-1).decoded(decoded) is decoded
 
 

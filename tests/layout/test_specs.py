@@ -1,6 +1,7 @@
 """Which dimension of a parameter is sharded, from its shape and the mesh alone."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +32,12 @@ from jshard.parallel.splits import WHOLE, Parts
 P = PartitionSpec
 
 
-def mesh_of(**sizes: int) -> AbstractMesh:
+def mesh_of(**sizes: int) -> Any:
     sizes = {"replica": 1} | sizes
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def param(*shape: int, **metadata) -> nnx.Param:
+def param(*shape: int, **metadata: Any) -> Any:
     value = jax.ShapeDtypeStruct(shape, jnp.float32)
     return nnx.Param(value, eager_sharding=False, **metadata)
 
@@ -103,6 +104,7 @@ def test_what_other_axes_split_or_nothing_has_is_not_padded():
     assert padded_dim((), 8) is None
 
 
+@pytest.mark.core
 def test_padding_ends_at_the_next_multiple_of_the_shards():
     assert find(param(3, 1), mesh_of(replica=2, fsdp=4)) == (
         -2,
@@ -150,7 +152,7 @@ def test_a_vocabulary_is_padded_for_parts_and_shards_together():
 
 
 def test_annotated_dimensions_keep_their_axes():
-    mesh = AbstractMesh((1, 2, 2), ("replica", "fsdp", "model"))
+    mesh = mesh_of(fsdp=2, model=2)
     variable = param(8, 8, out_sharding=("model", None))
     assert is_annotated(variable)
     assert not is_annotated(param(8))
@@ -183,13 +185,13 @@ def test_a_spec_names_each_dimension_up_to_the_last_that_is_split():
     whole = Placement(None, splits=((-2, "tensor"),), over=("fsdp",))
     assert param_spec(param(4, 4), whole, tensor) == P("tensor")
     annotated = param(3, 4, 4, in_layer=(("kernel",),), out_sharding=("model",))
-    automatic = AbstractMesh((1, 2, 2), ("replica", "fsdp", "model"))
+    automatic = mesh_of(fsdp=2, model=2)
     spec = param_spec(annotated, Placement(-1), automatic)
     assert spec == P(None, "model", "fsdp")
 
 
 def test_specs_are_reduced_to_the_axes_of_a_step():
-    mesh = AbstractMesh((1, 2, 2), ("replica", "fsdp", "model"))
+    mesh = mesh_of(fsdp=2, model=2)
     specs = [P("model", "fsdp"), P(("fsdp", "model")), P(None, ("replica", "fsdp"))]
     assert manual_specs(specs, mesh) == [
         P(None, "fsdp"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ class Odd(nnx.Module):
         self.up = jshard.Unit(nnx.Linear(1, 9, use_bias=False, rngs=rngs))
 
 
-def layout_of(policy, make=Model, wrt=trained, **mesh):
+def layout_of(policy, make: Any = Model, wrt: Any = trained, **mesh: Any):
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
     state = fsdp.abstract_state(make, SGD, wrt)
     return Layout.of(state, policy, fsdp.mesh), state

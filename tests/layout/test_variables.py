@@ -1,5 +1,7 @@
 """What a model holds is found, replaced, and moved between the host and shards."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,12 @@ class Plain:
 
 
 class Holder(nnx.Module):
+    w: Any
+    kept: Any
+    alias: Any
+    many: Any
+    again: Any
+
     def __init__(self, **values):
         for name, value in values.items():
             setattr(self, name, value)
@@ -183,6 +191,7 @@ def test_padding_is_added_and_taken_off_once(two):
     assert padding_now(odd) is None
 
 
+@pytest.mark.core
 def test_what_models_read_is_whole_and_exact(two):
     value = np.arange(1.0, 7, dtype=np.float32).reshape(3, 2)
     wide = pad(padded_variable(two, jnp.asarray(value)), two)
