@@ -142,6 +142,16 @@ def test_training_is_that_of_linen_and_optax_alone(layers, mesh, remat, accumula
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-9 * np.abs(w).max())
 
 
+def test_of_units_within_units_the_outermost_counts():
+    units = (*UNITS, linen.Dense, linen.LayerNorm)
+    module = Transformer("list", jnp.float32)
+    model = nnx.eval_shape(
+        lambda: jshard.linen.Model(module, TOKENS, units=units, rngs=nnx.Rngs(0))
+    )
+    blocks = {(f"blocks_{i}",) for i in range(LAYERS)}
+    assert {*model.unit_paths} == {("embed",), ("norm",)} | blocks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["list", "scan"])
 def test_a_step_gathers_each_layer_by_itself(layers):

@@ -3,6 +3,8 @@
 # Layers take and return what they like.
 # pyright: reportIncompatibleMethodOverride=false
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -67,7 +69,7 @@ class Nested(nnx.Module):
 def test_a_stack_within_a_unit_does_not_prefetch():
     model = nnx.eval_shape(lambda: Nested(nnx.Rngs(0)))
     make_sharded(model, jshard.Policy(prefetch=True), {})
-    modules = [(path, module) for path, module in nnx.iter_modules(model)]
+    modules: list[tuple[Any, Any]] = list(nnx.iter_modules(model))
     found = {path: m.unit_policy.prefetch for path, m in modules if is_unit(m)}
     outside = {("outer",): True, ("unit",): True, ("outermost",): True}
     inside = {("outer", "layers", 0): False, ("unit", "layers", 0): False}
