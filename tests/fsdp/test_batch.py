@@ -82,19 +82,25 @@ def largest_error(got: Any, want: Any) -> float:
     return max(jax.tree.leaves(differences))
 
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulate": {"accumulate": 2},
+    "deferred": {"accumulate": 2, "defer_scatter": True},
+}
+CASES = [
+    pytest.param(
+        jshard.Policy(min_shard_elements=1, **POLICIES[name]),
+        where == "sharded",
+        id=f"{where}-{name}",
+        marks=pytest.mark.core if (where, name) == ("as-given", "accumulate") else (),
+    )
+    for where in ("sharded", "as-given")
+    for name in POLICIES
+]
+
+
 @pytest.mark.quick("sharded-plain", "as-given-accumulate", "sharded-deferred")
-@pytest.mark.parametrize(
-    "policy",
-    [
-        jshard.Policy(min_shard_elements=1),
-        pytest.param(
-            jshard.Policy(min_shard_elements=1, accumulate=2), marks=pytest.mark.core
-        ),
-        jshard.Policy(min_shard_elements=1, accumulate=2, defer_scatter=True),
-    ],
-    ids=["plain", "accumulate", "deferred"],
-)
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "as-given"])
+@pytest.mark.parametrize(("policy", "sharded"), CASES)
 def test_keys_and_scalars_in_batches_train_as_on_one_device(policy, sharded):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy, units=(nnx.Linear,))
     state = fsdp.from_model(Plain(nnx.Rngs(jax.random.key(0))), TX)

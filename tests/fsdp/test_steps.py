@@ -46,7 +46,7 @@ def test_predictions_have_whole_sequences_and_whole_weights(sizes):
     fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
     model = Model(nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(8, 4, WIDTH)).astype(np.float32)
-    want = model(x)
+    want = model(jnp.asarray(x))
     state = fsdp.from_model(model, optax.identity())
     predict = fsdp.predict_step(lambda model, x: model(x))
     got = fsdp.fetch(predict(state, fsdp.shard_examples(x)))

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jshard
@@ -160,10 +161,10 @@ def test_a_gather_under_a_condition_is_refused_by_the_name_of_what_it_gathers():
 
 def test_names_of_activations_are_found_in_loops_and_branches():
     def fn(x):
-        x = jax.ad_checkpoint.checkpoint_name(x, "first")
-        inner = lambda x: jax.ad_checkpoint.checkpoint_name(x, "second")
+        x = checkpoint_name(x, "first")
+        inner = lambda x: checkpoint_name(x, "second")
         x = lax.cond(x > 0, inner, lambda x: x, x)
-        named = lambda c, _: (jax.ad_checkpoint.checkpoint_name(c, "third"), None)
+        named = lambda c, _: (checkpoint_name(c, "third"), None)
         return lax.scan(named, x, None, length=2)[0]
 
     assert {*names_in(jax.make_jaxpr(fn)(1.0).jaxpr)} == {"first", "second", "third"}

@@ -38,7 +38,8 @@ class Layer(nnx.Module):
 
     def attention(self, x_BTD: jax.Array) -> jax.Array:
         qkv_BTNH = self.qkv(x_BTD).reshape(*x_BTD.shape[:2], -1, 3 * HEAD)
-        y_BTNH = on_whole_sequences(attend, *jnp.split(qkv_BTNH, 3, axis=-1), None)
+        q_BTNH, k_BTNH, v_BTNH = jnp.split(qkv_BTNH, 3, axis=-1)
+        y_BTNH = on_whole_sequences(attend, q_BTNH, k_BTNH, v_BTNH, None)
         return self.out(y_BTNH.reshape(*x_BTD.shape[:2], -1))
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ FEATURES = P(None, None, "tensor")
 def on_devices(fn: Callable, specs: Any, out: Any, *args: Any, **sizes: int) -> Any:
     """Runs ``fn`` on each device of a mesh whose steps split sequences."""
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    mesh = jshard.make_mesh(fsdp=1, devices=devices, **{"tensor": 1, **sizes})
+    mesh: Any = jshard.make_mesh(fsdp=1, devices=devices, **sizes)  # pyright: ignore
     drop = lambda spec: P(*(_within(names, mesh) for names in spec))
     specs, out = jax.tree.map(drop, (specs, out), is_leaf=lambda x: isinstance(x, P))
 
@@ -102,7 +102,7 @@ def within(fn: Callable) -> Callable:
 
 
 def test_a_norm_of_split_features_is_that_of_all_of_them():
-    norm = nnx.RMSNorm(8, rngs=nnx.Rngs(0))
+    norm: Any = nnx.RMSNorm(8, rngs=nnx.Rngs(0))
     norm.scale.set_value(jnp.arange(1.0, 9.0))
     x_BTE = array(2, 3, 8) * np.arange(8, dtype=np.float32)
     run = within(lambda x: norm_columns(norm, x))
@@ -112,7 +112,7 @@ def test_a_norm_of_split_features_is_that_of_all_of_them():
 
 
 def test_a_device_has_its_columns_of_each_fused_projection():
-    layer = nnx.Linear(3, 12, rngs=nnx.Rngs(0))
+    layer: Any = nnx.Linear(3, 12, rngs=nnx.Rngs(0))
     layer.bias.set_value(jnp.arange(12.0))
     run = within(lambda x: own_columns(layer, [8, 4])(x))
     got = on_devices(run, P(), FEATURES, array(2, 5, 3), tensor=2)
