@@ -17,11 +17,19 @@ pytest.importorskip("huggingface_hub", reason="needs jshard[hub]")
 
 CLIENT = """
 import json, os, sys
+from huggingface_hub import constants
 from jshard.errors import RunFailed, UserError
 from jshard.hub.huggingface_folder import model_path
 from jshard.hub.online.download import (
     cached_path, data_path, local_path, pin, pin_mixture,
 )
+
+def offline(function, *arguments):
+    constants.HF_HUB_OFFLINE = True  # as its variable sets it at the start
+    try:
+        return globals()[function](*arguments)
+    finally:
+        constants.HF_HUB_OFFLINE = False
 
 for line in sys.stdin:
     function, arguments, os.environ["HF_TOKEN"] = json.loads(line)
@@ -259,14 +267,24 @@ def test_offline_the_cache_is_used(hub, client):
     hub.add("offline/model", {"config.json": "{}", "model.safetensors": "2"})
     hub.add("offline/other", {"config.json": "{}"})
     before = hub.requests.copy()
+    pinned = client.ask("offline", "pin", "offline/model")
+    assert pinned == f"hf://offline/model@{commit}"
+    assert client.ask("offline", "model_path", "offline/model") == folder
+    assert client.ask("offline", "pin", "offline/modle") == (
+        "UserError: there is neither a folder offline/modle here nor "
+        f"hf://offline/modle in the cache {client.cache}; did you mean "
+        "offline/model?; HF_HUB_OFFLINE is set, so it is not downloaded"
+    )
+    assert hub.requests == before
+
+
+@pytest.mark.slow  # another process
+def test_its_variable_makes_a_process_offline(hub, client):
+    commit = hub.add("variable/model", {"config.json": "{}"})
+    client.ask("pin", "variable/model")
+    before = hub.requests.copy()
     with Client(hub, client.cache.parents[1], HF_HUB_OFFLINE="1") as offline:
-        assert offline.ask("pin", "offline/model") == f"hf://offline/model@{commit}"
-        assert offline.ask("model_path", "offline/model") == folder
-        assert offline.ask("pin", "offline/modle") == (
-            "UserError: there is neither a folder offline/modle here nor "
-            f"hf://offline/modle in the cache {offline.cache}; did you mean "
-            "offline/model?; HF_HUB_OFFLINE is set, so it is not downloaded"
-        )
+        assert offline.ask("pin", "variable/model") == f"hf://variable/model@{commit}"
     assert hub.requests == before
 
 

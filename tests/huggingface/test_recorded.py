@@ -14,6 +14,7 @@ import recorded
 from flax import nnx
 from tiny_transformers import MARKS
 
+from filled import filled
 from foreign_weights import load
 from jshard.models import llama_huggingface, t5_huggingface
 from jshard.models.llama import Llama, LlamaConfig
@@ -49,10 +50,10 @@ def test_logits_are_the_recorded_ones(name):
     keys = the_map(name).read_config(recorded.config_of(name))
     tokens = recorded.TOKENS
     if name == "t5":
-        model = T5(T5Config(**keys), rngs=nnx.Rngs(0))
+        model = filled(lambda: T5(T5Config(**keys), rngs=nnx.Rngs(0)))
         inputs = (tokens, tokens, np.ones(tokens.shape, bool))
     else:
-        model = Llama(LlamaConfig(**keys), rngs=nnx.Rngs(0))
+        model = filled(lambda: Llama(LlamaConfig(**keys), rngs=nnx.Rngs(0)))
         inputs = (tokens,)
     load(model, files, the_map(name).tensors(keys))
     with jax.default_matmul_precision("highest"):

@@ -16,6 +16,7 @@ from flax import nnx
 
 import jshard
 import parity
+from filled import filled
 from jshard import inspect
 from jshard.checkpoint.step_folders import step_folder
 from jshard.models.llama import Llama, LlamaConfig
@@ -116,10 +117,9 @@ def test_logits_and_gradients_are_those_of_a_plain_implementation(
     rng = np.random.default_rng(0)
     tokens, targets = jnp.asarray(rng.integers(0, 40, (2, 3, 7)))
     weights = jnp.asarray(rng.random((3, 7)))
-    graphdef, params = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
     # Larger than at the start, so that scores and gates differ.
-    params = jax.tree.map(
-        lambda x: x + 0.3 * jnp.asarray(rng.standard_normal(x.shape)), params
+    graphdef, params = nnx.split(
+        filled(lambda: Llama(config, rngs=nnx.Rngs(0)), spread=0.2)
     )
 
     def model_loss(params):
@@ -174,7 +174,7 @@ def test_angles_are_float32_in_a_bfloat16_model():
 
 
 def test_no_position_sees_a_later_token():
-    model = Llama(LlamaConfig(**SMALL), rngs=nnx.Rngs(0))
+    model = filled(lambda: Llama(LlamaConfig(**SMALL), rngs=nnx.Rngs(0)))
     before = jnp.arange(16).reshape(1, 16)
     after = before.at[:, 9].set(30)
     logits = nnx.jit(lambda model, tokens: model(tokens))
