@@ -9,7 +9,7 @@ from jshard.plan.cost import nccl
 from jshard.plan.cost.assumptions import assumed, assumptions
 from jshard.plan.cost.nccl import POST, RINGS, SIMPLE, TREES
 from jshard.plan.cost.timeline import replay
-from jshard.plan.cost.transfers import Transfer
+from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.plan.hlo.program_text import parse
 from jshard.plan.topology import parse as parse_topology
 
@@ -44,6 +44,31 @@ def test_constants_are_told():
     for told, protocols in (("rings", RINGS), ("trees", TREES)):
         assert [nccl.Protocol(**protocol) for protocol in model[told]] == [*protocols]
     assert "LL128 (14 us, 1.9 a step over NVLink, 4 over the network, 92%" in assumed()
+
+
+@pytest.mark.parametrize(
+    ("sends", "network"),
+    [
+        ("collective-permute(%p), source_target_pairs={{0,1},{2,3}}", False),
+        ("collective-permute(%p), source_target_pairs={{0,1},{3,4}}", True),
+        ("collective-permute(%p), source_target_pairs={{3,4},{0,1}}", True),
+        ("all-reduce(%p), replica_groups={{0,1,2,3},{4,5,6,7}}", False),
+        ("all-reduce(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}", True),
+        ("all-reduce(%p), replica_groups={}", True),
+    ],
+)
+def test_what_leaves_any_host_takes_the_network(sends, network):
+    """Of eight devices, four of which share a host."""
+    module = parse(
+        "ENTRY %main (p: f32[4]) -> f32[4] {\n"
+        "  %p = f32[4]{0} parameter(0)\n"
+        f"  ROOT %c = f32[4]{{0}} {sends}\n"
+        "}\n"
+    )
+    moved = transfer(module, module.entry, module.entry.root, 8, 4)
+    assert moved is not None
+    assert moved.network == network
+    assert bool(moved.network_bytes) == network
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])

@@ -62,7 +62,8 @@ def part(found: Memory, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def plain() -> Memory:
-    return account(policies(), gpu=GPUS["h100"])
+    # More of this card fit into a host than the mesh has.
+    return account(policies(), gpu=dataclasses.replace(GPUS["h100"], host=16))
 
 
 def test_parameters_optimizer_and_batch_are_their_shards(plain):
@@ -101,6 +102,8 @@ def test_the_table_says_whether_it_fits(plain):
     rows = list(memory_rows(plain))
     assert plain.fits
     assert plain.as_dict()["fits"]
+    assert plain.devices_a_host == DEVICES
+    assert dataclasses.replace(plain, usable=plain.total).fits
     assert [name for name, *_ in rows] == [
         *(p.name for p in plain.parts if p.bytes),
         "unexplained",
