@@ -27,7 +27,7 @@ def test_codes_are_those_of_e2m1_ties_and_what_is_too_large_included():
     near.append(np.nextafter(between, 7, dtype=np.float32))
     random = np.random.default_rng(0).uniform(0, 6, 100)
     x = np.concatenate([MAGNITUDES, *near, random]).astype(ml_dtypes.bfloat16)
-    x = np.concatenate([x, -x]).astype(np.float32)
+    x = np.concatenate([x, np.negative(x)]).astype(np.float32)
     want = x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
     np.testing.assert_array_equal(to_float4(x, np.ones(1)), want)
     np.testing.assert_array_equal(to_float4(3 * x, np.full(1, 3.0)), want)
