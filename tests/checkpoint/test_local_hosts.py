@@ -283,7 +283,7 @@ def test_room_is_needed_for_two_copies_and_two_of_the_neighbor(
 
 def test_processes_of_one_host_leave_each_others_copies_alone(tmp_path):
     """Of four on two hosts, process 0 has the copies of process 2."""
-    copies = LocalCopies(tmp_path, "/run", abstract(), Peers())
+    copies: Any = LocalCopies(tmp_path, "/run", abstract(), Peers())
     copies._peers.hosts, copies._neighbors = (0, 0, 1, 1), [2, 3, 0, 1]
     folder = copies._folder
     for owner, step in [(o, s) for o in range(4) for s in (3, 6)]:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from jshard.checkpoint.local import pieces
-from jshard.checkpoint.local.pieces import Division, Holders, Piece, divide, neighbors
+from jshard.checkpoint.local.pieces import (
+    Division,
+    Holders,
+    Key,
+    Piece,
+    divide,
+    neighbors,
+)
 
 
 class Device(NamedTuple):
@@ -53,7 +60,8 @@ def halves(first: int, second: int) -> Placed:
     return Placed((first, slice(0, 20)), (second, slice(20, 40)))
 
 
-LEFT, RIGHT = ("w", ((0, 20),)), ("w", ((20, 40),))
+LEFT: Key = ("w", ((0, 20),))
+RIGHT: Key = ("w", ((20, 40),))
 
 
 def test_pieces_that_no_other_host_has_come_first_and_begin_at_whole_lines():
@@ -96,7 +104,7 @@ DIVISION = Division(
     sizes=[192, 192],
     digest="",
 )
-BIAS = ("b", ((0, 3),))
+BIAS: Key = ("b", ((0, 3),))
 
 
 def test_of_each_process_all_must_be_somewhere():

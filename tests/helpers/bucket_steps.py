@@ -19,6 +19,6 @@ class Written:
     def save(self, step: int, expired: Any = lambda folders, newest: []) -> int:
         arrays = {"params.w": jnp.arange(6.0), "params.b": jnp.ones(2)}
         started = self.saves.start(step, arrays, {})
-        parts = [self.saves.write(started, Participants("saves", 0))]
+        parts: list[Any] = [self.saves.write(started, Participants("saves", 0))]
         content = {"step": step, "arrays": {}}
         return self.saves.commit(content, {"notes.txt": "x"}, parts, expired)
