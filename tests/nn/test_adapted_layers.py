@@ -117,11 +117,11 @@ def results() -> dict[str, Any]:
     with jax.enable_x64(True):
         graphdef, params, rest = nnx.split(make(), nnx.LoRAParam, ...)
 
-        def run(own: bool, params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        def run(own: bool, params: Any, x: jax.Array) -> tuple[Any, Any]:
             model, ids, outputs = nnx.merge(graphdef, params, rest), inputs()[1], {}
             for name, (_, options) in KINDS.items():
                 layer = getattr(model, name)
-                args = (ids,) if isinstance(layer, nnx.Embed) else (x,)
+                args: Any = (ids,) if isinstance(layer, nnx.Embed) else (x,)
                 args += (EXPERTS,) if isinstance(layer, Experts) else ()
                 outputs[name] = layer(*args) if own else defined(layer, options, x, ids)
             return sum(jnp.sum(jnp.sin(y)) for y in outputs.values()), outputs

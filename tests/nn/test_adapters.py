@@ -45,7 +45,7 @@ class Small(nnx.Module):
     """All kinds of layers, and little to compile."""
 
     def __init__(self, rngs: nnx.Rngs):
-        options = OPTIONS | {"rngs": rngs}
+        options: dict[str, Any] = OPTIONS | {"rngs": rngs}
         table = nnx.Embed(VOCABULARY, 16, embedding_init=waves, **options)
         self.embed = jshard.Unit(table)
         self.blocks = jshard.Stack(Layer, 2, rngs=rngs)

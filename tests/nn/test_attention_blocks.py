@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jshard.nn.attention import _obstacle
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
+from jshard.plan import GPUS, tracing_for
 
 
 def blocks(T: int, S: int, block: int | None = None, **scores: Any) -> list[tuple]:
@@ -49,3 +51,12 @@ def test_a_block_has_the_queries_that_there_is_room_for_and_at_least_64():
     assert blocks(130, 2**17) == [(3, 64, 2**17)]
     assert blocks(5, 5) == [(1, 5, 5)]
     assert blocks(5, 5, 2) == [(3, 2, 5)]
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(2**12 - 1, True), (2**12, False)])
+def test_cudnn_attends_fewer_than_2_to_the_31_elements_of_packed_rows(rows, fits):
+    q = jax.ShapeDtypeStruct((rows, 2**9, 2**4, 2**6), jnp.bfloat16)
+    with tracing_for(GPUS["h100"]):
+        why = _obstacle(q, True, 4, Scores(1.0), "gpu", "H100")
+        assert _obstacle(q, False, None, Scores(1.0), "gpu", "H100") is None
+    assert why is None if fits else "fewer than 2**31 elements" in str(why)

@@ -23,6 +23,8 @@ def test_a_split_head_with_padding_has_the_losses_and_gradients_of_the_whole(x64
     mesh = jshard.make_mesh(tensor=2, devices=jax.devices()[:2])
     x, head, targets, weights = arguments((3, 4), 5, 7, "any", jnp.float64)
     weights = weights.at[0, 1].set(0)
+    # The first and the last column of each device.
+    targets = targets.at[0, 0].set(4).at[1, 1].set(3).at[2, 2].set(6).at[2, 3].set(0)
     padded = jnp.pad(head, [(0, 0), (0, 1)], constant_values=9)
     options: dict[str, Any] = {"chunk": 4, "soft_cap": 3.0, "vocabulary": 7}
 

@@ -58,11 +58,12 @@ def test_masks_are_bitwise_equal_on_every_mesh_and_without_one():
     for count in range(2):
         got = np.asarray(drop(module, jnp.ones(SHAPE)))
         np.testing.assert_array_equal(got > 0, by_definition(count))
-    for sizes in (
+    meshes: tuple[dict[str, Any], ...] = (
         {},
         {"context": 2, "replica": 2},
         {"context": 2, "tensor": 2},
-    ):
+    )
+    for sizes in meshes:
         np.testing.assert_array_equal(kept(jshard.make_mesh(**sizes)), want)
     np.testing.assert_array_equal(
         kept(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), 2), want
@@ -146,13 +147,13 @@ def test_streams_whose_draws_depend_on_the_mesh_are_named():
 
 
 def test_a_micro_batch_leaves_counts_and_keys_to_the_last():
-    before = nnx.state(Streams())
+    before: Any = nnx.state(Streams())
     model = Streams()
     model.stream()
     model.key[...] = jax.random.key(5)
     model.dropout(jnp.ones((2, 2)))
     model.mean[...] = jnp.ones(())
-    after = nnx.state(model)
+    after: Any = nnx.state(model)
     drawn = {"stream.count", "key", "dropout.count"}
     old, new = values(before), values(after)
     for last in (False, jnp.asarray(False), True, jnp.asarray(True)):
@@ -168,9 +169,9 @@ def test_a_micro_batch_leaves_counts_and_keys_to_the_last():
 
 
 def test_keys_are_folded_for_a_device_and_stored_without_it():
-    before = nnx.state(Streams())
+    before: Any = nnx.state(Streams())
     number = jnp.uint32(3)
-    given = dropout.fold_streams(before, number)
+    given: Any = dropout.fold_streams(before, number)
     fold = lambda key, *numbers: jax.random.key_data(
         jax.random.fold_in(key, numbers[0])
         if len(numbers) == 1
@@ -186,7 +187,7 @@ def test_keys_are_folded_for_a_device_and_stored_without_it():
 
     def unfolded(replace: bool) -> Any:
         def local(replaced: jax.Array) -> Any:
-            after = jax.tree.map(lambda x: x, given)
+            after: Any = jax.tree.map(lambda x: x, given)
             other = jnp.where(
                 replaced[0] & replace, jax.random.key(8), given["key"].get_value()
             )

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jshard
 from jshard import Mean
-from jshard.nn.loss import Loss
+from jshard.nn.loss import Loss, seeds
 
 
 def terms(loss: Any) -> list[tuple[float, float, float]]:
@@ -115,6 +115,27 @@ def test_means_pool_over_batches_by_count():
     assert sum([second, first]).compute() == pooled  # pyright: ignore
     assert pooled == {"loss": 12 / 4 + 0.5 * (1 / 2), "accuracy": 1 / 4}
     assert list(pooled) == ["loss", "accuracy"]
+
+
+def test_a_batch_is_subtracted_by_the_factor_minus_1():
+    means = jshard.Means(
+        Mean(6.0, 3.0) + 0.5 * Mean(4.0, 2.0), {"hits": Mean(1.0, 4.0)}
+    )
+    got = means.scaled(-2)
+    assert terms(got.loss) == [(1, -12, -6), (0.5, -8, -4)]
+    assert (float(got.metrics["hits"].total), got.metrics["hits"].count) == (-2, -8)
+    assert (means + means.scaled(-1)).compute()["hits"] == 0
+    assert not (means + means.scaled(-1)).counted()
+
+
+def test_the_seed_of_a_total_is_its_weight_by_its_global_count():
+    low = Mean(jnp.float16(3), jnp.float16(1))
+    loss = Loss(((2.0, Mean(jnp.ones(()), 1.0)), (3.0, low)))
+    counts = [jnp.asarray(8.0), jnp.asarray(0.0)]
+    assert list(map(float, seeds(loss, counts, None))) == [0.25, 0]
+    scaled = seeds(loss, [counts[0], jnp.asarray(6.0)], jnp.asarray(4.0))
+    assert list(map(float, scaled)) == [1, 2]
+    assert [x.dtype for x in scaled] == [jnp.float32, jnp.float16]
 
 
 def test_means_of_nothing_are_no_loss_of_zero():

@@ -22,7 +22,7 @@ from jshard.optim.whole_layers import _dim
 def test_an_average_keeps_what_tensorflow_does(decay, steps, kept):
     average, param = jnp.full(2, 8.0), jnp.full(2, -4.0, jnp.bfloat16)
     trees = ({"w": average, "n": jnp.int32(1)}, {"w": param, "n": jnp.int32(5)})
-    got = ema.update(*trees, decay, jnp.int32(steps))  # pyright: ignore
+    got: Any = ema.update(*trees, decay, jnp.int32(steps))  # pyright: ignore
     np.testing.assert_allclose(got["w"], kept * 8 - (1 - kept) * 4, rtol=1e-6)
     assert got["w"].dtype == jnp.float32
     assert got["n"] == 5
