@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import re
 import struct
 import time
 import zlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -20,6 +22,7 @@ from jshard.data.examples import count_items
 from jshard.errors import RunFailed, UserError
 from jshard.fit.hardware import peak_flops
 from jshard.report.png import png
+from jshard.run.append import AppendedFile
 from jshard.run.metrics import RunFolder
 from jshard.training import throughput as speed
 from jshard.training.throughput import Throughput
@@ -147,6 +150,35 @@ def test_generated_texts_are_kept_by_step(tmp_path):
         {"step": 2, "eval_loss": 3.5, "text": "a"},
         {"step": 3, "eval_loss": 3.0, "text": "d"},
     ]
+
+
+def test_a_text_that_is_generated_again_takes_the_place_of_the_first(tmp_path):
+    with RunFolder(tmp_path, CONFIG) as folder:
+        for step, text in ((2, "early"), (4, "first"), (4, "again")):
+            folder.sample(step, text)
+    notes = json.loads((tmp_path / "notes.json").read_text())
+    kept = [(one["step"], one["text"]) for one in notes["generated"]]
+    assert kept == [(2, "early"), (4, "again")]
+
+
+def test_what_waited_for_a_full_disk_is_synced_too(tmp_path, monkeypatch):
+    file = AppendedFile(tmp_path / "metrics.jsonl")
+
+    def refuse(data):
+        raise OSError(28, "No space left on device")
+
+    disk = SimpleNamespace(write=refuse)
+    with monkeypatch.context() as full:
+        full.setattr(file, "_file", disk)
+        assert file.write(b"late\n") == "No space left on device"
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda number: (synced.append(os.fstat(number)), real(number))
+    )
+    assert file.sync() == ""
+    assert [status.st_size for status in synced] == [len(b"late\n")]
+    assert file.close() == ""
 
 
 def test_a_report_is_left_however_the_run_ends(tmp_path):

@@ -75,12 +75,12 @@ def run(stopped, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def start_of(run: Path) -> Start:
-    """Where a run would go on."""
+def start_of(run: Path, held: int | None = None) -> Start:
+    """Where a run would go on whose process holds the state of a step."""
     with open_recipe(run.parent / "tiny.py") as recipe:
         config = complete(recipe.get_config(), "tiny.py")
         override(config, GIVEN, "tiny.py")
-        return find_start(run, config, Peers())
+        return find_start(run, config, Peers(), held=held)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -269,6 +269,19 @@ def test_what_is_left_leads_to_the_same_end(harm, step, told, run, whole, capsys
     assert not find_damage(run / "checkpoints/12")
 
 
+@pytest.mark.parametrize(("held", "step"), [(5, 6), (6, 6), (7, 7)])
+def test_a_state_at_hand_is_gone_on_from_unless_the_checkpoint_is_newer(
+    held, step, run
+):
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 7, "time": 1.0, "loss": 4.0}\n')
+    start = start_of(run, held)
+    assert (start.step, start.held, start.resumes) == (step, held == step, True)
+    assert start.metrics is not None
+    assert max(line["step"] for line in start.metrics) == step
+    assert start.unevaluated == (step == 6)
+
+
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(run):
     damage(run)
     with pytest.warns(UserWarning, match="6 is damaged: .*: step 4 is used instead"):
@@ -392,7 +405,7 @@ def test_a_newer_checkpoint_is_refused_and_left_alone(run):
 
 @pytest.mark.slow  # by default test_resume.py and test_metrics.py have both halves
 def test_a_run_that_never_saves_is_not_written_over(tmp_path):
-    keys = {"steps": 1, "checkpoint__every": 0, "eval_every": 0}
+    keys: dict[str, Any] = {"steps": 1, "checkpoint__every": 0, "eval_every": 0}
     train(tmp_path, **keys)
     assert not (tmp_path / "run/checkpoints").exists()
     with pytest.raises(jshard.UserError, match="already holds a run"):

@@ -32,7 +32,8 @@ def test_every_step_has_one_line_with_time_examples_and_what_hooks_returned(tmp_
     def own(trainer, step, metrics):
         return {"own": float(step), "twice": 2 * metrics["loss"]}
 
-    lines = steps(make(tmp_path, on_step=own).fit())
+    rates = {"learning_rate": lambda config: lambda step: 0.05 / (1 + step)}
+    lines = steps(make(tmp_path, on_step=own, **rates).fit())
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["examples_seen"] for line in lines] == list(range(16, 144, 16))
     times = [line["time"] for line in lines]
@@ -40,6 +41,8 @@ def test_every_step_has_one_line_with_time_examples_and_what_hooks_returned(tmp_
     for line in lines:
         assert line["own"] == line["step"]
         assert line["twice"] == 2 * line["loss"]
+        # The first update has the schedule's value at 0.
+        assert line["learning_rate"] == pytest.approx(0.05 / line["step"])
         assert ("step_time" in line) == (line["step"] > 1)
 
 

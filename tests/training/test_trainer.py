@@ -19,7 +19,10 @@ from flax import nnx
 
 import jshard
 from jobs import environment
+from jshard.checkpoint import metadata
+from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import Interrupted, Preempted, UserError
+from jshard.run.metrics import RunFolder
 from resumable import RECIPE, read_metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -241,8 +244,17 @@ def test_early_stopping_ends_the_run_as_done_and_saved(tmp_path, capsys):
     assert int(longer.fit().state.step) == 8  # where it asks again
 
 
-def test_what_hooks_return_is_logged_and_shown(tmp_path):
-    calls = []
+def test_what_hooks_return_is_logged_and_shown(tmp_path, monkeypatch):
+    """After each evaluation and checkpoint, of which the last step has both."""
+    calls, order = [], []
+    for kind, name in ((RunFolder, "flush"), (Checkpointer, "save")):
+        method = getattr(kind, name)
+
+        def noted(*args, _method=method, _name=name, **options):
+            order.append(_name)
+            return _method(*args, **options)
+
+        monkeypatch.setattr(kind, name, noted)
 
     def on_evaluation(trainer, step, metrics):
         calls.append((step, trainer.predict({"inputs": ROWS}).shape))
@@ -255,17 +267,21 @@ def test_what_hooks_return_is_logged_and_shown(tmp_path):
         on_evaluation=on_evaluation,
         on_step=[lambda trainer, step, metrics: {"twice": 2 * metrics["loss"]}],
         on_checkpoint=lambda trainer, step, metrics: saves.append((step, metrics)),
-        config={"eval_every": 4, "checkpoint.every": 4},
+        config={"steps": 9, "eval_every": 4, "checkpoint.every": 4},
     ).fit()
-    assert calls == [(4, (45, 1)), (8, (45, 1))]
-    assert [step for step, _ in saves] == [4, 8]
+    assert calls == [(4, (45, 1)), (8, (45, 1)), (9, (45, 1))]
+    assert [step for step, _ in saves] == [4, 8, 9]
+    assert order == ["flush", "save"] * 3  # a resumed run repeats no step before it
+    losses = {x["step"]: x["eval_loss"] for x in trainer.metrics if "eval_loss" in x}
+    kept = metadata.read(tmp_path / "run/checkpoints/9")["metrics"]
+    assert kept["eval_loss"] == losses[9]  # for `checkpoint.best`
     assert saves[0][1]["checkpoint_bytes"] > 0
-    assert [x["own"] for x in trainer.metrics if "own" in x] == [4, 8]
-    assert len([x for x in trainer.metrics if "twice" in x]) == 8
+    assert [x["own"] for x in trainer.metrics if "own" in x] == [4, 8, 9]
+    assert len([x for x in trainer.metrics if "twice" in x]) == 9
     page = (tmp_path / "run/report.html").read_text()
     assert "data:image/png;base64," in page
-    assert "&lt;8&gt;" in page
-    assert (tmp_path / "run/samples/drawn-8.png").read_bytes().startswith(b"\x89PNG")
+    assert "&lt;9&gt;" in page
+    assert (tmp_path / "run/samples/drawn-9.png").read_bytes().startswith(b"\x89PNG")
     assert trainer._repr_html_().startswith("<iframe srcdoc=")
 
 
