@@ -84,10 +84,10 @@ def test_a_step_writes_the_collectives_it_writes_without():
     tx = optax.sgd(1e-2, momentum=0.9)
     found = [
         traffic(trace(tx, make_policy(offload)).jaxpr.jaxpr, {"replica": 1, "fsdp": 8})
-        for offload in (None, "all")
+        for offload in (None, *OFFLOADS)
     ]
     assert found[0]
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow
