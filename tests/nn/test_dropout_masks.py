@@ -192,7 +192,7 @@ def test_keys_are_folded_for_a_device_and_stored_without_it():
                 replaced[0] & replace, jax.random.key(8), given["key"].get_value()
             )
             after["key"] = given["key"].copy(other)
-            state = dropout.unfold_streams(before, given, after)
+            state: Any = dropout.unfold_streams(before, given, after)
             return jax.random.key_data(state["key"].get_value())
 
         spec = jax.sharding.PartitionSpec("fsdp")

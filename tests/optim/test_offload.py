@@ -26,18 +26,27 @@ def make_policy(offload: str | None, **knobs: Any) -> jshard.Policy:
     return jshard.Policy(min_shard_elements=0, offload=offload, **knobs)
 
 
-# By default tests/test_knob_pairs.py trains with it, and test_streamed_update.py has
-# the update.
-@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("offload", "name", "units", "mesh", "knobs"),
     [
         ("all", "sgd", False, (2, 4), {}),
-        ("all", "adamw", True, (1, 8), {"reshard_after_forward": 2}),
-        ("all", "adamw", False, (2, 4), {"accumulate": 2}),
-        ("optimizer", "lamb", False, (2, 4), {"reshard_after_forward": False}),
-        ("all", "adamw", False, (1, 8), {"accumulate": 4, "defer_scatter": True}),
+        pytest.param(
+            *("all", "adamw", True, (1, 8), {"reshard_after_forward": 2}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("all", "adamw", False, (2, 4), {"accumulate": 2}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("optimizer", "lamb", False, (2, 4), {"reshard_after_forward": False}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("all", "adamw", False, (1, 8), {"accumulate": 4, "defer_scatter": True}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_training_follows_the_plain_run(offload, name, units, mesh, knobs):
@@ -84,10 +93,10 @@ def test_a_step_writes_the_collectives_it_writes_without():
     tx = optax.sgd(1e-2, momentum=0.9)
     found = [
         traffic(trace(tx, make_policy(offload)).jaxpr.jaxpr, {"replica": 1, "fsdp": 8})
-        for offload in (None, "all")
+        for offload in (None, *OFFLOADS)
     ]
     assert found[0]
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.slow
