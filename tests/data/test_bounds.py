@@ -1,6 +1,5 @@
 """Bounds and small numbers of data, each at its limit and one beyond."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 
 from jshard.data import loader_processes, stream_state
 from jshard.data.batches import _pad, _repeated, _rows
-from jshard.data.dataset import as_dataset
 from jshard.data.examples import count_items, stack
 from jshard.data.iterables import as_stream
 from jshard.data.mixture import is_mixture, mix, parse_mixture
-from jshard.data.preferences.preference_data import _cut_off, preference_data
+from jshard.data.preferences.preference_data import _cut_off
 from jshard.data.text import bigram, token_writer
 from jshard.data.text.records import Slice
 from jshard.data.text.token_files import Piece
@@ -173,31 +171,6 @@ def test_a_process_has_its_rows_and_padding_has_no_weight():
     found: Any = [padded[i] for i in range(5)]
     assert [x["x"] for x in found] == [0, 1, 2, 2, 2]
     assert [float(x["weights"]) for x in found] == [1, 1, 1, 0, 0]
-
-
-def test_seeds_of_32_bits_have_orders_of_their_own():
-    def order(seed: int) -> list[int]:
-        rows = as_dataset([{"x": i} for i in range(50)], seed, repeat=True)
-        assert isinstance(rows, grain.MapDataset)
-        found: Any = [rows[i] for i in range(50)]
-        return [int(row["x"]) for row in found]
-
-    orders = [order(seed) for seed in (0, 1, 5, 2**31 + 5, 2**32 - 1)]
-    assert len(set(map(tuple, orders))) == 5
-    assert order(2**32 + 5) == order(5)
-
-
-def test_one_in_twenty_pairs_is_held_out_by_default(tmp_path):
-    pairs = [{"chosen": f"a {i}", "rejected": "a z"} for i in range(40)]
-    file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    options: dict[str, Any] = {"sequence_length": 8, "tokenizer": ""}
-    held_out = preference_data(str(file), "validation", seed=0, **options)
-    assert len(held_out) == 2
-    trained = [preference_data(str(file), "train", seed=x, **options) for x in (1, 2)]
-    first = [[x[i]["inputs"].tolist() for i in range(38)] for x in trained]
-    assert first[0] != first[1]
-    assert sorted(first[0]) == sorted(first[1])
 
 
 def test_functions_take_no_arguments_or_two():
