@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 import jshard
+from filled import filled
 from zoo_layers import example, make_stack
 
 POLICY = jshard.Policy(min_shard_elements=0)
@@ -32,7 +33,7 @@ def run(
     """(metrics, parameters, model state) after two steps on a hybrid mesh."""
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy, units=units)
     tx = optax.sgd(0.1)
-    state = fsdp.init(model, tx)
+    state = fsdp.from_model(filled(lambda: model(nnx.Rngs(0))), tx)
     step = fsdp.train_step(loss_fn, tx)
     history = []
     for _ in range(2):
@@ -44,7 +45,7 @@ def run(
 @functools.cache
 def plain_run(model: Any) -> tuple[Any, Any, Any]:
     """The same with the model as an ordinary module, by jax.grad."""
-    module = model(nnx.Rngs(jax.random.key(0)))
+    module = filled(lambda: model(nnx.Rngs(0)))
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
     @jax.jit

@@ -52,7 +52,7 @@ class Model(nnx.Module):
     splits_sequences = True
 
     def __init__(self, rngs: nnx.Rngs):
-        self.blocks = jshard.Stack(Layer, 3, rngs=rngs)
+        self.blocks = jshard.Stack(Layer, 5, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         places_T = jshard.nn.positions(x_BTD.shape[1], jnp.float64) / TIME

@@ -52,7 +52,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("tensor, interleaved and uneven")
+@pytest.mark.slow  # test_each_axis_in_stages.py has a small model
 @pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_pipeline_beside_other_axes_trains_as_one_device(case):

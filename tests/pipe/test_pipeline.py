@@ -15,6 +15,7 @@ from flax import nnx
 import jshard
 import parity
 from checkpoints import save_steps
+from filled import filled
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.layout.state_layout import Layout
 from jshard.models.gpt import GPT, GPTConfig
@@ -128,7 +129,8 @@ def test_dropout_masks_are_those_of_any_mesh():
 
     def kept(accumulate, **sizes):
         fsdp = jshard.FSDP(mesh_of(**sizes), policy_of(accumulate))
-        state = fsdp.init(Model, optax.sgd(0.1))
+        model = filled(lambda: Model(nnx.Rngs(0)))
+        state = fsdp.from_model(model, optax.sgd(0.1))
         position = 2.0 ** np.arange(16).reshape(16, 1)  # a mask is a number
         batch = {"x": np.ones((16, 1)) * np.ones(4), "position": position}
         batch = {key: value.astype(np.float32) for key, value in batch.items()}
@@ -170,14 +172,17 @@ class Conditioned(nnx.Module):
 def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     tx, batch = optax.sgd(1.0), np.random.default_rng(0).normal(size=(16, 8))
     fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2, remat="none"))
-    state = fsdp.init(Conditioned, tx)
-    graphdef, _, rest = nnx.split(Conditioned(nnx.Rngs(0)), nnx.Param, ...)
+    model = filled(lambda: Conditioned(nnx.Rngs(0)))
+    state = fsdp.from_model(model, tx)
+    graphdef, _, rest = nnx.split(model, nnx.Param, ...)
 
+    @jax.jit
+    @jax.value_and_grad
     def loss(params: Any) -> Any:
         return mean(nnx.merge(graphdef, params, rest, copy=True), batch).compute()
 
     before = jax.tree.map(jnp.asarray, fsdp.fetch(state.params))
-    want, grads = jax.value_and_grad(loss)(before)
+    want, grads = loss(before)
     state, metrics = fsdp.train_step(mean, tx)(state, fsdp.shard_batch(batch))
     stepped = jax.tree.map(lambda p, g: p - g, before, grads)
     assert parity.error(metrics["loss"], want) <= BOUND
