@@ -202,12 +202,12 @@ class Compiled(nnx.Module):
 
 
 PROGRAMS = {
-    "pure-callback": activated(pure_callback, (4, True)),
+    "pure-callback": activated(pure_callback, (3, True)),
     "io-callback": activated(ordered_callback, (2, True), remat="none"),
     "debug-callback": activated(debug_callback, (3, True)),
     "pallas": activated(pallas_swish, (8, True)),
     "ffi": program(Volume, squares, normal(5), (nnx.Linear,), (2, False)),
     "constant-carry": program(Loop, squares, normal(6, 3), (ConstantCarry,), (3, True)),
-    "branch": program(Alternating, squares, normal(5), (nnx.Linear,), (8, True)),
+    "branch": program(Alternating, squares, normal(5), (nnx.Linear,), (8, False)),
     "jit": program(Compiled, squares, normal(WIDTH), (Compiled.Layer,), (2, True)),
 }

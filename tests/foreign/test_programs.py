@@ -55,10 +55,10 @@ def x64_of_all_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-# What computes on the host, an array in no Variable, branches and what is jitted, on 2,
-# 3, 4 and 8 devices. Loops and the exact GELU are in tests/unit/test_foreign_layers.py,
+# What computes on the host, branches and what is jitted, on 2, 3 and 8 devices. Arrays
+# in no Variable are below. Loops and the exact GELU are in tests/unit/test_foreign_layers.py,
 # too, effects in tests/unit/test_effects.py, convolutions in tests/recipes.
-DEFAULT = ("pure-callback", "weight-norm", "branch", "jit")
+DEFAULT = ("pure-callback", "branch", "jit")
 
 
 @pytest.mark.quick(*(case(name, *PROGRAMS[name].default) for name in DEFAULT))

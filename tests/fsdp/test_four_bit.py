@@ -15,6 +15,7 @@ from flax import nnx
 import hlo
 import jshard
 from decoder import Decoder, Sizes, loss_fn
+from filled import filled
 from jshard.four_bit.base import FOUR_BIT
 from jshard.four_bit.codes import FourBit
 from parity import make_update
@@ -42,9 +43,14 @@ def batch() -> dict[str, np.ndarray]:
 
 
 @functools.cache
+def original() -> Decoder:
+    return filled(lambda: make(nnx.Rngs(0)))
+
+
+@functools.cache
 def decoded_model() -> Decoder:
     """The model with the values that 4 bits leave of its matrices, and no jshard."""
-    model = make(nnx.Rngs(jax.random.key(0)))
+    model = nnx.clone(original())
     for linear in (model.blocks.up, model.blocks.down):
         kernel = linear.kernel.get_value()
         four_bit = FourBit("nf4", kernel.shape[1:], "float32")
@@ -56,7 +62,7 @@ def decoded_model() -> Decoder:
 
 
 def train(fsdp: jshard.FSDP, steps: int = 3) -> tuple[Any, list[float]]:
-    state = fsdp.init(make, TX, wrt=nnx.LoRAParam)
+    state = fsdp.from_model(original(), TX, wrt=nnx.LoRAParam)
     step, losses = fsdp.train_step(loss_fn, TX), []
     for _ in range(steps):
         state, metrics = step(state, fsdp.shard_batch(batch()))

@@ -175,14 +175,13 @@ def test_parameters_annotated_with_a_further_axis_keep_it_and_train_the_same():
     batch = np.random.default_rng(0).standard_normal((32, 16), np.float32)
     devices = np.array(jax.devices()).reshape(1, 4, 2)
     axes = ("replica", "fsdp", "model")
-    losses = []
+    losses, tx = [], optax.sgd(0.1)
     for mesh in (
         Mesh(devices, axes, axis_types=(AxisType.Auto,) * 3),
         jshard.make_mesh(replica=2),
     ):
         fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
-        state = fsdp.init(Net, optax.adam(1e-2))
-        step = fsdp.train_step(loss_fn, optax.adam(1e-2))
+        state, step = fsdp.init(Net, tx), fsdp.train_step(loss_fn, tx)
         metrics = {}
         for _ in range(3):
             state, metrics = step(state, fsdp.shard_batch(batch))

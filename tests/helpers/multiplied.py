@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 import jshard
+from filled import filled
 
 LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 24, 32, 128, 160
 NARROW = WIDTH + 16
@@ -75,7 +76,7 @@ def on_mesh(precision: jshard.Precision, case: str) -> jshard.FSDP:
 def gradients(fsdp: jshard.FSDP) -> tuple[dict, dict, jax.Array]:
     """(parameters, gradients, loss) of a step, by name."""
     tx = optax.sgd(1.0)
-    state = fsdp.init(Model, tx)
+    state = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0)), 0.05), tx)
     before = nnx.to_pure_dict(fsdp.fetch(state.params))
     state, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(inputs()))
     after = nnx.to_pure_dict(fsdp.fetch(state.params))

@@ -65,7 +65,8 @@ def test_dropout_drops_the_same_values_of_split_sequences():
             return jshard.Mean(jnp.sum(kept * batch["bits"]), 1)
 
         tx = optax.sgd(0.0)
-        state, step = fsdp.init(Drops, tx), fsdp.train_step(loss_fn, tx)
+        model = Drops(nnx.Rngs(0))
+        state, step = fsdp.from_model(model, tx), fsdp.train_step(loss_fn, tx)
         bits = 2.0 ** np.arange(8 * 2 * 4).reshape(8, 2, 4).repeat(2, axis=1)
         bits[:, 1::2] *= 3
         batch = {"ones": np.ones((8, 4, 4)), "bits": bits % (2**31 - 1)}

@@ -133,7 +133,7 @@ def on_one_device(skew: str) -> Any:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("full-0.1-alltotwo-2", "none-0.1-skewed-8")
+@pytest.mark.quick("full-0.1-alltotwo-2")
 @every_pair(
     remat=("none", "full", "dots", "names"),
     capacity=(0.1, 1.25, 4.0),

@@ -94,6 +94,7 @@ def test_what_is_not_finite_stays_so_and_changes_no_other_block():
     assert not bad.any()
 
 
+@pytest.mark.quick("40")
 @pytest.mark.parametrize("tokens", [64, 40])
 def test_three_products_are_those_of_what_was_rounded(tokens):
     rng = np.random.default_rng(1)

@@ -215,9 +215,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.quick(
-    "ScanByName", "Loops", "While", "Branches", "CustomVjp", "CustomJvp", "Nnx"
-)
+@pytest.mark.quick("ScanByName", "Loops", "Branches", "CustomVjp", "CustomJvp")
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda m: m.__name__)
 def test_loops_branches_and_derivatives_may_begin_with_constants(layer):
     check_run(as_unit(layer))

@@ -5,6 +5,7 @@ device's (``test_the_compiler_counts_one_device``).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,25 +41,37 @@ def temporary(lowered: jax.stages.Lowered, **options: Any) -> int:
     return hlo.compile(lowered, **options).memory_analysis().temp_size_in_bytes
 
 
-def step_memory(
+@functools.cache
+def compiled_step(
     layers: int,
     *,
     plain: bool,
     accumulate: int = 1,
     dtype: Any = jnp.float32,
     **knobs: Any,
-) -> int:
+) -> tuple[Any, Any]:
+    """(what the compiler counts, the abstract state)."""
     policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate, **knobs)
     fsdp = make_fsdp(policy, plain=plain)
     sizes = dataclasses.replace(WIDE, layers=layers, dtype=dtype)
     examples = DEVICES * accumulate
-    return temporary(lower_step(fsdp, sizes, plain=plain, examples=examples)[0])
+    lowered, state = lower_step(fsdp, sizes, plain=plain, examples=examples)
+    return hlo.compile(lowered).memory_analysis(), state
+
+
+def step_memory(layers: int, **options: Any) -> int:
+    return compiled_step(layers, **options)[0].temp_size_in_bytes
 
 
 def test_the_compiler_counts_one_device():
-    policy = jshard.Policy(min_shard_elements=0)
-    lowered, state = lower_step(make_fsdp(policy), WIDE, examples=DEVICES)
-    memory = hlo.compile(lowered).memory_analysis()
+    memory, state = compiled_step(
+        8,
+        remat=REMATS["everything"],
+        plain=False,
+        accumulate=1,
+        dtype=jnp.float32,
+        unroll=False,
+    )
     whole = sum(x.size * 4 for x in jax.tree.leaves((state.params, state.opt_state)))
     batch = 2 * 4 * WIDE.length
     # Parameters and momentum are there as shards and nothing else; a step counter.
@@ -113,14 +126,14 @@ def test_weights_are_kept_when_they_are_not_resharded(plain):
 def test_evaluation_holds_two_full_layers_at_most(plain):
     fsdp = make_fsdp(jshard.Policy(min_shard_elements=0), plain=plain)
     sizes = dataclasses.replace(WIDE, layers=8)
-    _, state = lower_step(fsdp, sizes, plain=plain, examples=DEVICES)
+    state = fsdp.abstract_state(make_decoder(sizes, plain=plain), optax.sgd(0.1))
     tokens = jax.ShapeDtypeStruct((DEVICES, WIDE.length), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     lowered = fsdp.eval_step(loss_fn).lower(state, batch)
     assert temporary(lowered) < 2 * LAYER + ACTIVATIONS
 
 
-@pytest.mark.quick("adafactor", "muon")
+@pytest.mark.quick("muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_needs_shards_and_two_full_layers(name):
     sizes = Sizes(layers=16, width=64, hidden=256, vocab=64)
@@ -213,4 +226,4 @@ def test_the_chunked_loss_holds_no_logits_of_a_whole_sequence():
         return (long - short) / (4 * B * V * T)
 
     assert abs(product_term(lambda tokens: 32)) < 0.05
-    assert product_term(lambda tokens: B * tokens) > 0.9
+    assert peak(2048, 128, B * 128) > 0.9 * 4 * B * 2048 * 128  # in one chunk

@@ -14,10 +14,11 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jshard.fsdp.checks import check_precisions
 from jshard.plan.start_up import describe, traffic
 
-LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 3, 32, 4, 128, 256
+LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 32, 4, 128, 256
 FLOAT8 = jshard.Precision(products="float8")
 
 
@@ -132,7 +133,7 @@ def gradients(
 ) -> tuple[dict, dict, jax.Array]:
     """(parameters, gradients, loss) of a step, by name."""
     tx = optax.sgd(1.0)
-    state = fsdp.init(make_model, tx)
+    state = fsdp.from_model(filled(lambda: make_model(nnx.Rngs(0)), 0.05), tx)
     before = nnx.to_pure_dict(fsdp.fetch(state.params))
     step = fsdp.train_step(loss_fn, tx)
     state, metrics = step(state, fsdp.shard_batch(inputs(examples)))
