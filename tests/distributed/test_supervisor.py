@@ -32,7 +32,7 @@ def supervise() -> Iterator[Callable[..., _Supervisor]]:
         os.close(supervisor._alive)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_worker_that_a_passed_signal_ends_gives_the_code_of_a_shell(
     number, supervise, capfd
 ):

@@ -72,7 +72,10 @@ def changed(commit):
       UsageError: git does not know the commit.
     """
     found = set()
-    for words in (["diff", "--name-only", commit], ["ls-files", "-o", "--exclude-standard"]):
+    for words in (
+        ["diff", "--name-only", commit],
+        ["ls-files", "-o", "--exclude-standard"],
+    ):
         command = ["git", "-C", str(REPOSITORY), *words]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
