@@ -64,7 +64,7 @@ def greedy(model: T5, inputs: list[int], length: int) -> list[int]:
     return tokens[1:]
 
 
-@pytest.mark.quick("v1.0-False")
+@pytest.mark.slow  # by default a test below compares what is decoded
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize("style", STYLES)
 def test_decoding_gives_the_logits_of_the_full_forward(x64, style, stacked):

@@ -68,7 +68,7 @@ def test_decoding_gives_the_logits_of_the_full_forward(x64, tied):
     exact = {"dtype": jnp.float64, "param_dtype": jnp.float64}
     model = make_model(tied=tied, attention="blockwise", **exact)
     tokens = jax.random.randint(jax.random.key(0), (4, CONTEXT), 0, VOCAB)
-    want = model(tokens)
+    want = logits_of(model, tokens)
     cache = model.init_cache(4, CONTEXT)
     decode = jax.jit(lambda model, *args: model.decode(*args))
     got = []
@@ -104,6 +104,7 @@ def test_products_whose_larger_operand_is_first_are_the_same(tokens):
     np.testing.assert_allclose(got, x @ kernel, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_the_first_operands_of_products_on_cpus(tied):
     """As second ones XLA would pack them anew for each token."""
@@ -128,22 +129,29 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
     assert jshard.generate(generator, PROMPTS, length=10, temperature=0) == together
 
 
-def test_sharded_and_divided_prompts_give_the_same():
-    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
-    state = fsdp.from_model(make_model(), optax.identity())
+@pytest.mark.quick("divided")  # test_sharded_generation.py shards, by default too
+@pytest.mark.parametrize("how", ["sharded", "divided"])
+def test_sharded_and_divided_prompts_give_the_same(how):
     options = {"length": 10, "sampling": Sampling(0.8), "seed": 4}
-    one = one_generator()(PROMPTS, **options)
-    sharded = Generator.sharded(fsdp, state)(PROMPTS, **options)
-    divided = Generator(make_model(), jax.devices()[:3])(PROMPTS, **options)
-    assert sharded == one
-    assert divided == one
+    if how == "sharded":
+        fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
+        state = fsdp.from_model(make_model(), optax.identity())
+        generator = Generator.sharded(fsdp, state)
+    else:
+        generator = Generator(make_model(), jax.devices()[:3])
+    assert generator(PROMPTS, **options) == one_generator()(PROMPTS, **options)
 
 
 def test_a_recipes_sample_is_that_of_the_generator():
     model = make_model()
     rows = [[3, 1, 4], [1, 5, 9], [2, 6, 5], [3, 5, 8]]
-    prompts = {"tokens": jnp.array(rows), "seed": jnp.arange(4, 8)}
-    tokens = jax.jit(lambda m, p: continue_prompts(m, p, length=10))(model, prompts)
+    prompts = {"tokens": np.array(rows), "seed": np.arange(4, 8)}
+    # On a mesh, as recipes do.
+    mesh = jshard.make_mesh(devices=jax.devices()[:4])
+    fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
+    sample = fsdp.predict_step(lambda m, p: continue_prompts(m, p, length=10))
+    state = fsdp.from_model(model, optax.identity())
+    tokens = np.asarray(sample(state, fsdp.shard_batch(prompts)))
     np.testing.assert_array_equal(tokens[:, :3], prompts["tokens"])
     want = one_generator()(rows, length=10, sampling=Sampling(0.8), seed=4)
     assert tokens[:, 3:].tolist() == want

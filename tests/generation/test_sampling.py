@@ -32,7 +32,7 @@ def reference(logits, temperature, top_k, top_p):
 @hypothesis.given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    top_k=st.integers(0, 12),
+    top_k=st.sampled_from([0, 1, 2, 5, 10, 12]),  # each compiles
     top_p=st.floats(0.01, 0.99) | st.just(1.0),
 )
 def test_the_tokens_that_remain_are_those_of_the_definition(

@@ -34,6 +34,16 @@ def _made() -> Decoder:
     return make(nnx.Rngs(0))
 
 
+@functools.cache
+def _plain() -> Decoder:
+    return Decoder(SIZES, nnx.Rngs(0))
+
+
+def plain() -> Decoder:
+    """The model without adapters, likewise."""
+    return nnx.clone(_plain())
+
+
 def made() -> Decoder:
     """A model of its own, of values that are made once."""
     return nnx.clone(_made())
@@ -52,14 +62,14 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def test_with_new_adapters_the_model_is_what_it_was():
-    adapted, plain = made(), Decoder(SIZES, nnx.Rngs(0))
+    adapted, before = made(), plain()
     rest = nnx.state(adapted, nnx.Not(nnx.LoRAParam))
-    want = nnx.state(plain, nnx.Param)
+    want = nnx.state(before, nnx.Param)
     assert jax.tree.structure(rest) == jax.tree.structure(want)
     jax.tree.map(np.testing.assert_array_equal, rest, want)
     tokens = jnp.asarray(batch()["tokens"])
-    run = nnx.jit(lambda adapted, plain, tokens: (adapted(tokens), plain(tokens)))
-    np.testing.assert_array_equal(*run(adapted, plain, tokens))
+    run = nnx.jit(lambda adapted, before, tokens: (adapted(tokens), before(tokens)))
+    np.testing.assert_array_equal(*run(adapted, before, tokens))
     a = adapted.blocks.up.lora_a.get_value()
     assert a.shape == (2, 16, 3)
     assert 0.2 < np.abs(a).max() <= 16**-0.5  # PEFT's range
@@ -90,7 +100,7 @@ def test_targets_are_named_by_the_end_of_their_paths(targets, found):
     ],
 )
 def test_what_cannot_be_adapted_is_an_error_of_one_line(options, message):
-    model = Decoder(SIZES, nnx.Rngs(0))
+    model = plain()
     given = {"rank": 3, "alpha": 6.0, "rngs": nnx.Rngs(0)} | options
     with pytest.raises(jshard.UserError, match=message) as error:
         jshard.nn.add_lora(model, **given)
@@ -130,13 +140,13 @@ def test_layers_with_adapters_are_wherever_the_layers_were():
 
 def merged(model: Any) -> Any:
     """The model without adapters, which are in its kernels."""
-    plain = nnx.clone(model)
+    copy = nnx.clone(model)
     for name in ("up", "down"):
-        linear = getattr(plain.blocks, name)
+        linear = getattr(copy.blocks, name)
         product = linear.lora_a.get_value() @ linear.lora_b.get_value()
         linear.kernel.set_value(linear.kernel.get_value() + 2 * product)
         linear.lora_b.set_value(jnp.zeros_like(linear.lora_b.get_value()))
-    return plain
+    return copy
 
 
 # By default test_adapters.py trains others on a mesh, as merged weights do.

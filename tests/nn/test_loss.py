@@ -1,5 +1,6 @@
 """Mean: totals and counts that are divided only when both are global."""
 
+import functools
 from typing import Any
 
 import jax
@@ -29,12 +30,20 @@ class Scale(nnx.Module):
         return x * self.weight[...]
 
 
+TX = optax.sgd(1.0)
+
+
+@functools.cache
+def started() -> jshard.TrainState:
+    """The first state, which no step may take: its parameter is everywhere whole."""
+    return jshard.FSDP(jshard.make_mesh()).init(Scale, TX)
+
+
 def step(loss_fn: Any, batch: Any, *, replica: int = 1, **policy: Any) -> Any:
     """(metrics, gradient of the one parameter) of a training step."""
     fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), jshard.Policy(**policy))
-    tx = optax.sgd(1.0)
-    state = fsdp.init(Scale, tx)
-    new, metrics = fsdp.train_step(loss_fn, tx)(state, fsdp.shard_batch(batch))
+    state = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), started())
+    new, metrics = fsdp.train_step(loss_fn, TX)(state, fsdp.shard_batch(batch))
     weight: Any = new.params["weight"]
     gradient = 1 - weight.get_value()
     return jax.tree.map(float, metrics), float(gradient)
@@ -152,6 +161,7 @@ def test_means_of_nothing_are_no_loss_of_zero():
 # In a step.
 
 
+@pytest.mark.quick("2", "8-1", "1-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("replica", [1, pytest.param(2, marks=pytest.mark.core), 8])
 def test_a_device_with_fewer_tokens_weighs_less(replica, accumulate):
@@ -184,6 +194,7 @@ def test_each_term_is_divided_by_its_own_global_count(accumulate):
     assert metrics["grad_norm"] == pytest.approx(12.5)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_counts_below_one_divide_too(accumulate):
     def loss_fn(model, x):
@@ -204,6 +215,7 @@ def test_a_batch_without_tokens_has_no_gradient_and_a_loss_that_is_not_zero():
     assert gradient == 0
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_gradient_of_a_learned_weight_counts(accumulate):
     def loss_fn(model, x):
@@ -219,6 +231,7 @@ def test_the_gradient_of_a_learned_weight_counts(accumulate):
 TOKENS = 70_000  # more than float16's largest value, 65504
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_float16_backward_does_not_overflow_at_70_000_tokens(accumulate):
     x = np.ones((16, TOKENS // 16), np.float16)
@@ -272,6 +285,7 @@ AN_ARRAY = (
 )
 
 
+@pytest.mark.quick("1", "2-<lambda>-returned None", "2-<lambda>-metric name 'loss'")
 @pytest.mark.parametrize(
     ("result", "message"),
     [

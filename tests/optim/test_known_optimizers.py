@@ -176,7 +176,7 @@ TALL = optax.contrib.MuonDimensionNumbers((0, 1), 2)
 CUBES = lambda params: jax.tree.map(lambda p: TALL if p.ndim == 3 else None, params)
 
 
-@pytest.mark.quick("adaptive", "numbers")
+@pytest.mark.quick("numbers")
 @pytest.mark.parametrize(
     "tx",
     [

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jshard.errors import RunFailed
 from jshard.optim import loss_scale
 from jshard.training.non_finite import check_finite
@@ -32,13 +33,30 @@ def loss_fn(model, batch):
     return jshard.Mean(jnp.sum(error**2), error.size)
 
 
+class Normalised(nnx.Module):
+    """A model with state: batch statistics, and a count of masks."""
+
+    def __init__(self, rngs):
+        self.linear = jshard.Unit(Model(rngs))
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = jshard.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def started(fsdp, model_type, optimizer):
+    return fsdp.from_model(filled(lambda: model_type(nnx.Rngs(0))), optimizer)
+
+
 @functools.cache
-def trainer(**knobs):
+def trainer(model_type=Model, **knobs):
     """(fsdp, first state, step): compiled once."""
     policy = dataclasses.replace(POLICY, **knobs)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
     optimizer = optax.adam(1e-2)
-    return fsdp, fsdp.init(Model, optimizer), fsdp.train_step(loss_fn, optimizer)
+    state = started(fsdp, model_type, optimizer)
+    return fsdp, state, fsdp.train_step(loss_fn, optimizer)
 
 
 def copied(state):
@@ -92,46 +110,36 @@ def test_float16_follows_float32():
         np.testing.assert_allclose(a, b, atol=0.03)
 
 
+STATEFUL = {
+    "model_type": Normalised,
+    "precision": jshard.Precision(compute="float16", reduce="float16"),
+    "ema_decay": 0.9,
+    "accumulate": 2,
+}
+
+
 def test_a_step_that_overflows_changes_only_the_scale_and_the_step():
     batches = make_batches(3)
     batches[1]["y"] = batches[1]["y"] + np.float32(np.inf)
-    before, _ = run(batches[:1])
+    before, _ = run(batches[:1], **STATEFUL)
     kept = params(before)
-    after, history = run(batches[:2])
+    after, history = run(batches[:2], **STATEFUL)
     for got, want in zip(params(after), kept, strict=True):
         np.testing.assert_array_equal(got, want)
     assert int(after.step) == 2
     assert int(after.opt_state[0].count) == 1
     assert float(scale_of(after).scale) == loss_scale.START / 2
     assert history[1]["skipped_steps"] == 1
-    _, history = run(batches)
+    _, history = run(batches, **STATEFUL)
     assert [h["skipped_steps"] for h in history] == [0, 1, 1]
     assert [h["loss_scale"] for h in history][1:] == [2.0**15, 2.0**14]
-
-
-class Normalised(nnx.Module):
-    """A model with state: batch statistics, and a count of masks."""
-
-    def __init__(self, rngs):
-        self.linear = jshard.Unit(Model(rngs))
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = jshard.Dropout(0.1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.norm(self.linear(x)))
 
 
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_that_overflows_changes_no_averages_and_no_model_state(accumulate):
-    half = jshard.Precision(compute="float16", reduce="float16")
-    policy = dataclasses.replace(
-        POLICY, precision=half, ema_decay=0.9, accumulate=accumulate
-    )
-    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
-    optimizer = optax.adam(1e-2)
-    state = fsdp.init(Normalised, optimizer)
-    step = fsdp.train_step(loss_fn, optimizer)
+    fsdp, start, step = trainer(**STATEFUL | {"accumulate": accumulate})
+    state = copied(start)
 
     def values(state):
         kept = fsdp.fetch((state.params, state.ema, state.model_state))
@@ -144,17 +152,18 @@ def test_a_step_that_overflows_changes_no_averages_and_no_model_state(accumulate
         state, metrics = step(state, fsdp.shard_batch(batch))
         assert metrics["skipped_steps"] == skipped
         seen.append(values(state))
-    start, first, after_overflow, last = seen
+    at_first, first, after_overflow, last = seen
     for unchanged, other in zip(after_overflow, first, strict=True):
         np.testing.assert_array_equal(unchanged, other)
     # All but the key of the masks moves in steps that are taken.
-    for before, after in ((start, first), (after_overflow, last)):
+    for before, after in ((at_first, first), (after_overflow, last)):
         moved = [not np.array_equal(*pair) for pair in zip(before, after, strict=True)]
         assert moved.count(False) == 1
 
 
 # Parameters in float16.
 
+PLAIN = dataclasses.replace(POLICY, loss_scale=False)
 HALF = jshard.Precision(param="float16", compute="float16", reduce="float16")
 LOW = {
     "float16": dataclasses.replace(POLICY, precision=HALF),
@@ -167,15 +176,19 @@ LOW = {
 }
 
 
+CLIPPED = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
+
+
 class Low:
-    """Trains with a loss times ``weight``."""
+    """Trains with a loss times a weight."""
 
-    def __init__(self, policy, weight, optimizer):
+    def __init__(self, policy):
         self.fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
-        self.step = self.fsdp.train_step(lambda m, b: weight * loss_fn(m, b), optimizer)
-        self.start = self.fsdp.init(Model, optimizer)
+        weighted = lambda m, b: b["weight"][0] * loss_fn(m, b)
+        self.step = self.fsdp.train_step(weighted, CLIPPED)
+        self.start = started(self.fsdp, Model, CLIPPED)
 
-    def run(self, scale=None, steps=3):
+    def run(self, weight, scale=None, steps=3):
         """Some steps from the start, with this loss scale at first."""
         state = copied(self.start)
         if scale is not None:
@@ -183,23 +196,27 @@ class Low:
             state = dataclasses.replace(state, loss_scale=start)
         history = []
         for batch in make_batches(steps):
+            batch["weight"] = np.full(32, weight, np.float32)
             state, metrics = self.step(state, self.fsdp.shard_batch(batch))
             history.append(jax.device_get(metrics))
         return state, history
+
+
+@functools.cache
+def low(policy):
+    return Low(policy)
 
 
 @pytest.mark.quick("float16")
 @pytest.mark.parametrize("name", LOW)
 def test_low_precision_parameters_follow_float32_at_any_scale(name):
     # Gradients of about 1e-3, which float16 holds times 1 and times 2**24.
-    plain = jshard.Policy(min_shard_elements=0)
-    optimizer = optax.chain(optax.clip_by_global_norm(1e-3), optax.adam(1e-2))
-    wide, low = (Low(policy, 2e-3, optimizer) for policy in (plain, LOW[name]))
-    want, reference = wide.run()
+    wide, half = low(PLAIN), low(LOW[name])
+    want, reference = wide.run(2e-3)
     for a, b in zip(params(wide.start), params(want), strict=True):
         assert np.abs(b - a).max() > 0.02
     for scale in (1, 2**15, 2**16, 2**17, 2**24):
-        got, history = low.run(scale)
+        got, history = half.run(2e-3, scale)
         assert [h["skipped_steps"] for h in history] == [0, 0, 0]
         for ours, theirs in zip(history, reference, strict=True):
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
@@ -211,8 +228,8 @@ def test_low_precision_parameters_follow_float32_at_any_scale(name):
 @pytest.mark.parametrize("name", LOW)
 def test_an_overflow_of_float16_parameters_is_skipped_and_none_is_a_zero(name):
     # Gradients of about 1: in float16 they are infinite until the scale has fallen.
-    low = Low(LOW[name], 1.0, optax.adam(1e-2))
-    after, history = low.run(2**24, steps=20)
+    half = low(LOW[name])
+    after, history = half.run(1.0, 2**24, steps=20)
     skipped = int(history[-1]["skipped_steps"])
     assert [h["skipped_steps"] for h in history] == [
         min(t, skipped) for t in range(1, 21)
@@ -223,7 +240,7 @@ def test_an_overflow_of_float16_parameters_is_skipped_and_none_is_a_zero(name):
     ]
     assert all(h["grad_norm"] != 0 for h in history)
     assert int(optax.tree.get(after.opt_state, "count")) == 20 - skipped
-    for a, b in zip(params(after), params(low.start), strict=True):
+    for a, b in zip(params(after), params(half.start), strict=True):
         assert np.isfinite(a.astype(np.float32)).all()
         assert (a != b).any()
 
@@ -232,10 +249,8 @@ def test_an_overflow_of_float16_parameters_is_skipped_and_none_is_a_zero(name):
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_gradient_norm_above_float16s_range_of_squares_is_not_infinite(scaled):
     policy = dataclasses.replace(LOW["float16"], loss_scale=scaled)
-    plain = dataclasses.replace(POLICY, loss_scale=False)
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
-    want, reference = Low(plain, 2000.0, clipped).run()
-    got, history = Low(policy, 2000.0, clipped).run(1 if scaled else None)
+    want, reference = low(PLAIN).run(2000.0)
+    got, history = low(policy).run(2000.0, 1 if scaled else None)
     for ours, theirs in zip(history, reference, strict=True):
         assert theirs["grad_norm"] > 256  # whose square is above 65504
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.01)
@@ -268,17 +283,17 @@ def test_the_scale_grows_after_many_good_steps_and_stays_in_bounds():
 def test_a_checkpoint_holds_the_scale_and_the_count_of_skipped_steps(tmp_path):
     batches = make_batches(3)
     batches[1]["y"] = batches[1]["y"] + np.float32(np.inf)
-    whole, _ = run(batches)
-    half, _ = run(batches[:2])
-    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
+    whole, _ = run(batches, **STATEFUL)
+    half, _ = run(batches[:2], **STATEFUL)
+    fsdp, *_ = trainer(**STATEFUL)
     with jshard.Checkpointer(tmp_path / "checkpoints") as checkpointer:
         checkpointer.save(half)
         checkpointer.wait()
-        abstract = fsdp.abstract_state(Model, optax.adam(1e-2))
+        abstract = fsdp.abstract_state(Normalised, optax.adam(1e-2))
         restored = checkpointer.restore(abstract)
     assert float(scale_of(restored).scale) == loss_scale.START / 2
     assert int(scale_of(restored).skipped) == 1
-    resumed, _ = run(batches[2:], state=restored)
+    resumed, _ = run(batches[2:], state=restored, **STATEFUL)
     for got, want in zip(params(resumed), params(whole), strict=True):
         np.testing.assert_array_equal(got, want)
 

@@ -147,6 +147,7 @@ def own(updates: Any, state: Any, params: Any = None) -> Any:
     return state, state
 
 
+@pytest.mark.quick("tx1", "tx3")
 @pytest.mark.parametrize(
     ("tx", "said"),
     [
@@ -191,7 +192,7 @@ def test_initial_values_in_host_memory_are_those_on_the_device():
 
 
 def test_initial_values_in_host_memory_are_made_a_few_at_a_time(monkeypatch):
-    made = []
+    made, tx = [], optax.sgd(1e-3, momentum=0.9)
     jit = jax.jit
 
     def watched(fn: Any, **options: Any) -> Any:
@@ -199,10 +200,8 @@ def test_initial_values_in_host_memory_are_made_a_few_at_a_time(monkeypatch):
         return jit(fn, **options)
 
     monkeypatch.setattr("jshard.layout.initial_values.jax.jit", watched)
-    abstract = make_fsdp(make_policy("all")).abstract_state(
-        make_decoder(Sizes()), optax.adam(1e-3)
-    )
-    make_fsdp(make_policy("all")).init(make_decoder(Sizes()), optax.adam(1e-3))
+    abstract = make_fsdp(make_policy("all")).abstract_state(make_decoder(Sizes()), tx)
+    make_fsdp(make_policy("all")).init(make_decoder(Sizes()), tx)
     hosted = bytes_in("pinned_host", abstract)
     largest = max(bytes_in("pinned_host", x) for x in jax.tree.leaves(abstract))
     # One more for what stays on the device.
