@@ -281,7 +281,16 @@ def check_counts(
     """Asserts that a step runs the collectives expected, and no others."""
     fsdp = make_fsdp(policy, replica=replica, plain=plain)
     lowered, state = lower_step(fsdp, sizes, plain=plain, wrt=wrt)
-    found = hlo.collectives(hlo.compile(lowered).as_text())
+    check_found(fsdp, state, hlo.collectives(hlo.compile(lowered).as_text()), reads)
+
+
+def check_found(
+    fsdp: jshard.FSDP,
+    state: jshard.TrainState,
+    found: list[hlo.Collective],
+    reads: set[str],
+) -> None:
+    """Asserts that the collectives of a compiled step are those expected."""
     assert counted(found) == expected(fsdp, state, reads)
     # Scalars (counts, losses, norms) are reduced once a step, not once a micro-batch:
     # neither do the passes that only count.
