@@ -145,11 +145,18 @@ def test_a_step_is_that_of_one_device(case):
     assert max(jax.tree.leaves(relative(grads, want))) < 1e-3, relative(grads, want)
 
 
+@functools.cache
+def in_blocks(remat: str) -> Any:
+    """An FSDP, and a step of it as it is traced."""
+    policy = jshard.Policy(precision=MXFP8, min_shard_elements=0, remat=remat)
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
+    return fsdp, *traced(fsdp)
+
+
 @pytest.mark.quick("dots")
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_arrive_in_bytes_and_their_scales_once(remat):
-    policy = jshard.Policy(precision=MXFP8, min_shard_elements=0, remat=remat)
-    program, _, _ = traced(jshard.FSDP(jshard.make_mesh(), policy))
+    _, program, _, _ = in_blocks(remat)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
     matrices = 2 * WIDTH**2 + 2 * WIDTH * HIDDEN
     gathers = found["all-gather", "int8"]
@@ -185,8 +192,7 @@ def test_modules_of_a_layer_multiply_in_float8_in_mxfp8_and_in_neither():
 
 
 def test_the_start_up_note_counts_products_in_blocks():
-    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(precision=MXFP8, remat="dots"))
-    _, state, step = traced(fsdp)
+    fsdp, _, state, step = in_blocks("dots")
     note = describe(fsdp, state, inputs(), step)
     matrices = 2 * WIDTH**2 + 2 * WIDTH * HIDDEN
     part = matrices / (matrices + WIDTH * NARROW)

@@ -27,6 +27,7 @@ from multiplied import (
     reference,
     relative,
     rounding_product,
+    stepped,
     traced,
 )
 
@@ -263,13 +264,12 @@ def test_formats_of_all_kinds_meet_in_a_layer():
         precision=NVFP4, overrides=overrides, min_shard_elements=0, remat="dots"
     )
     fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:2]), policy)
-    program, *_ = traced(fsdp)
+    program, params, grads, loss = stepped(fsdp)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 2, "replica": 1})
     down_and_narrow = WIDTH * HIDDEN + WIDTH * NARROW
     assert found["all-gather", "uint8"].wire_bytes == 2 * LAYERS * down_and_narrow // 4
     in_bytes = WIDTH * HIDDEN + WIDTH**2
     assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * in_bytes // 2
-    params, grads, loss = gradients(fsdp)
     want, exact = jax.jit(reference, static_argnums=(2, 3))(
         params, inputs(), jnp.matmul, jnp.matmul
     )

@@ -133,7 +133,7 @@ def gradients(
 ) -> tuple[dict, dict, jax.Array]:
     """(parameters, gradients, loss) of a step, by name."""
     tx = optax.sgd(1.0)
-    state = fsdp.from_model(filled(lambda: make_model(nnx.Rngs(0)), 0.05), tx)
+    state = fsdp.from_model(filled(lambda: make_model(nnx.Rngs(0)), 0.1), tx)
     before = nnx.to_pure_dict(fsdp.fetch(state.params))
     step = fsdp.train_step(loss_fn, tx)
     state, metrics = step(state, fsdp.shard_batch(inputs(examples)))
