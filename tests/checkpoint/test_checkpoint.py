@@ -343,9 +343,7 @@ def test_another_runs_parameters_start_a_run_without_its_optimizer(state, saved)
         np.testing.assert_array_equal(array, want, err_msg=name)
 
 
-def test_another_runs_parameters_start_a_run_with_its_optimizer(
-    state, saved, abstract
-):
+def test_another_runs_parameters_start_a_run_with_its_optimizer(state, saved, abstract):
     started = restore_parameters(saved / "2", make_state(abstract, 0), optimizer=True)
     got, other = values(started), values(state)
     for name in got:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jshard
 from checkpoints import at_step, data_file, flip_bit
 from jshard import inspect
 from jshard.checkpoint import metadata

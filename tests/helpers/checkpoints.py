@@ -92,6 +92,7 @@ def padded(full: np.ndarray, array: Any) -> np.ndarray:
 
 def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
     """A state like another, whose values follow from the names of its arrays."""
+
     def make(name: str, array: Any) -> jax.Array:
         full = padded(expected(name, exact[name], step), array)
         made = jax.make_array_from_callback(
