@@ -16,6 +16,8 @@ from damaged_files import (
     JSON_READERS,
     READERS,
     WHOLE_READERS,
+    chat_reader,
+    checkpoint_reader,
     json_text,
     manifest_reader,
     read_or_refuse,
@@ -28,6 +30,7 @@ from jshard.hub.safetensors_write import SINGLE
 
 REPOSITORY = Path(__file__).parents[1]
 QUICK, MANY = 15, 400
+SLOW = 5  # of readers that start a process or export for each
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -37,6 +40,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize("reader", READERS)
 def test_damaged_files_are_read_or_refused(reader, examples, tmp_path):
     file, strategy, read = reader(tmp_path)
+    if examples == QUICK and reader in (chat_reader, checkpoint_reader):
+        examples = SLOW
 
     @settings(
         max_examples=examples,

@@ -129,9 +129,9 @@ def hash_and_read(folder: Path) -> tuple[dict[str, int], int, int]:
         return nnx.Linear(1024, 2048, use_bias=False, rngs=rngs)
 
     fsdp = make_fsdp()
-    state = fsdp.init(model, optax.adam(1e-3))
+    wanted = fsdp.abstract_state(model, optax.adam(1e-3))
     with Checkpointer(folder) as checkpointer:
-        checkpointer.save(state)
+        checkpointer.save(make_state(wanted))
     hashed: dict[str, int] = {}
     hash_file = manifest._hash_file
 
@@ -140,7 +140,6 @@ def hash_and_read(folder: Path) -> tuple[dict[str, int], int, int]:
         hashed[str(path)] = result["bytes"]
         return result
 
-    wanted = fsdp.abstract_state(model, optax.adam(1e-3))
     before = bytes_read()
     with mock.patch.object(manifest, "_hash_file", count):
         restored = Checkpointer(folder).restore(wanted)
@@ -300,7 +299,7 @@ def save_in_trouble(folder: Path, trouble: Any, *args: Any) -> list[Save]:
     def save_and_step(number: int) -> None:
         nonlocal x
         checkpointer.save(make_state(abstract(), number))
-        for _ in range(20):
+        for _ in range(8):
             x = step(x).block_until_ready()
         checkpointer.wait()
         x = step(x).block_until_ready()
@@ -327,6 +326,7 @@ def check_trouble(results: list[list[Save]], folder: Path, why: str) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["1", "3"]
 
 
+@pytest.mark.slow  # below, a disk that is full for one; test_checkpoint.py fills one
 def test_a_full_disk_fails_a_save_on_both_and_the_next_one_is_saved(pair, tmp_path):
     with small_disk(tmp_path / "disk", "700k") as disk:
         results = pair.call(save_in_trouble, disk, full_disk, disk)
@@ -360,7 +360,7 @@ def save_to_two(first: Path, second: Path) -> list[str]:
     with mock.patch.object(late._saves, "write", write_late):
         late.save(make_state(abstract(), 1))
         with Checkpointer(second, report=reports.append) as other:
-            for step in (1, 2, 3):
+            for step in (1, 2):
                 other.save(make_state(abstract(), step))
         go_on.set()
         late.wait()
@@ -368,6 +368,6 @@ def save_to_two(first: Path, second: Path) -> list[str]:
 
 
 def test_two_checkpointers_of_two_processes_save_at_a_time(pair, tmp_path):
-    assert pair.call(save_to_two, tmp_path / "a", tmp_path / "b") == [[""] * 4] * 2
+    assert pair.call(save_to_two, tmp_path / "a", tmp_path / "b") == [[""] * 3] * 2
     assert find_steps(tmp_path / "a") == [1]
-    assert find_steps(tmp_path / "b") == [1, 2, 3]
+    assert find_steps(tmp_path / "b") == [1, 2]

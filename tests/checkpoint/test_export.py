@@ -37,6 +37,7 @@ def command(monkeypatch, capsys):
     return commands(monkeypatch, capsys)
 
 
+@pytest.mark.quick("5000-mesh0", "1000000000-mesh1", "5000-mesh2")
 @pytest.mark.parametrize("mesh", [{}, {"replica": 2}, {"fsdp": 1}])
 @pytest.mark.parametrize("shard_bytes", [5000, 10**9])
 def test_round_trip_is_bit_equal_on_any_mesh(run, shard_bytes, mesh, tmp_path):

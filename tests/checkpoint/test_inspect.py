@@ -1,6 +1,7 @@
 """`python -m jshard.inspect` shows a checkpoint without reading its arrays."""
 
 import json
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jshard
 from checkpoints import at_step, data_file, flip_bit
 from jshard import inspect
 from jshard.checkpoint import metadata
@@ -209,16 +209,19 @@ def test_a_folder_that_cannot_be_read_is_one_line(run, monkeypatch, capsys):
     )
 
 
-def test_it_is_a_command_of_its_own(saved):
-    done = subprocess.run(
-        [sys.executable, "-m", "jshard.inspect", saved, "--verify"],
-        cwd=Path(jshard.__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("8: intact\n")
+def test_it_is_a_command_of_its_own(saved, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["inspect", str(saved), "--verify"])
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr("warnings.formatwarning", None)  # the command sets its own
+    monkeypatch.delitem(sys.modules, "jshard.inspect")
+    code: Any = 0
+    try:
+        runpy.run_module("jshard.inspect", run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code or 0
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    assert out.endswith("8: intact\n")
 
 
 @pytest.mark.slow

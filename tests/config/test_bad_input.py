@@ -116,7 +116,7 @@ def test_a_bad_value_of_any_key_of_any_recipe_is_one_line_that_names_it(name):
                 with pytest.raises(UserError) as error:
                     set_and_check(config, key, text)
                 assert f"--config.{key}=" in str(error.value)
-                set_and_check(config, key, str(flat[key]))
+            set_and_check(config, key, str(flat[key]))
 
 
 @pytest.mark.quick("gpt.py", "llama.py:3-8b", "digits.py")
@@ -136,7 +136,7 @@ def test_training_refuses_them_before_anything_starts(name, refused):
     rng = random.Random(name)
     with config_of(name) as config:
         declared = declarations(config)
-    for key in rng.sample(sorted(declared), len(declared) // 4):  # above, all keys
+    for key in rng.sample(sorted(declared), len(declared) // 8):  # above, all keys
         if bad := bad_values(declared[key]):
             words = [f"--config={name}", f"--config.{key}={rng.choice(bad)}"]
             refused(jshard.train, words, f"--config.{key}=")
@@ -162,7 +162,7 @@ def test_the_planner_refuses_the_same(refused):
     rng = random.Random(0)
     with config_of("llama.py:3-8b") as config:
         declared = declarations(config)
-    for key in rng.sample(sorted(declared), len(declared) // 4):
+    for key in rng.sample(sorted(declared), len(declared) // 8):
         if bad := bad_values(declared[key]):
             setting = f"--config.{key}={rng.choice(bad)}"
             words = ["--config=llama.py:3-8b", "--topology=h100:8", setting]

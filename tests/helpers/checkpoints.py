@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,14 +74,43 @@ def make_fsdp(
     return jshard.FSDP(jshard.make_mesh(replica=replica, fsdp=fsdp), policy)
 
 
+def expected(name: str, array: Any, step: int) -> np.ndarray:
+    """The values of an array of a state, or the data of a random key."""
+    draw = np.random.default_rng([zlib.crc32(name.encode()), step])
+    if name == "step":
+        return np.asarray(step, array.dtype)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return draw.integers(2**32, size=(*array.shape, 2), dtype=np.uint32)
+    return np.asarray(100 * draw.normal(size=array.shape)).astype(array.dtype)
+
+
+def padded(full: np.ndarray, array: Any) -> np.ndarray:
+    """With the zeros that ``array`` has at its ends."""
+    widths = [(0, n - m) for n, m in zip(array.shape, full.shape, strict=False)]
+    return np.pad(full, widths) if any(map(any, widths)) else full
+
+
+def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
+    """A state like another, whose values follow from the names of its arrays."""
+
+    def make(name: str, array: Any) -> jax.Array:
+        full = padded(expected(name, exact[name], step), array)
+        made = jax.make_array_from_callback(
+            full.shape, array.sharding, lambda index: full[index]
+        )
+        random = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        return jax.random.wrap_key_data(made) if random else made
+
+    arrays = metadata.arrays_by_name(abstract)
+    exact = metadata.exact_by_name(abstract)
+    return metadata.replace_arrays(
+        abstract, {name: make(name, array) for name, array in arrays.items()}
+    )
+
+
 def trained(fsdp: jshard.FSDP, steps: int = 1) -> jshard.TrainState:
-    """A state after some steps, so that no moment is zero."""
-    state = fsdp.init(Model, OPTIMIZER)
-    step = fsdp.train_step(loss_fn, OPTIMIZER)
-    for i in range(steps):
-        batch = np.random.default_rng(i).normal(size=(16, WIDTH)).astype(np.float32)
-        state, _ = step(state, fsdp.shard_batch(batch))
-    return state
+    """A state as after some steps: no moment is zero. Nothing is compiled for it."""
+    return make_state(fsdp.abstract_state(Model, OPTIMIZER), steps)
 
 
 def save_steps(folder: Path, state: jshard.TrainState, *steps: int, **options) -> None:

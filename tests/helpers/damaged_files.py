@@ -22,6 +22,7 @@ from flax import nnx
 from hypothesis import strategies as st
 
 import jshard
+from checkpoints import make_state
 from jshard import export, inspect
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
@@ -204,7 +205,9 @@ PLACES = {
 @functools.cache
 def _adapted() -> jshard.TrainState:
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(ema_decay=0.9))
-    return fsdp.init(Adapted, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    return make_state(
+        fsdp.abstract_state(Adapted, optax.sgd(0.1), wrt=nnx.LoRAParam), 0
+    )
 
 
 def checkpoint_reader(folder: Path):

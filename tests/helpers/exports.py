@@ -1,12 +1,10 @@
 """A run to export, and the command that does."""
 
-import dataclasses
 import functools
 import sys
 import warnings
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,6 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import jshard
+from checkpoints import make_state
 from jshard import export
 from jshard.checkpoint.checkpointer import Checkpointer
 
@@ -78,8 +77,8 @@ def make_fsdp(ema_decay=None, **mesh):
 
 @functools.cache
 def init(model: Any = Model):
-    state = make_fsdp(ema_decay=0.9).init(model, optax.sgd(0.1), wrt=not_embed)
-    return dataclasses.replace(state, ema=jax.tree.map(lambda x: x + 1, state.ema))
+    fsdp = make_fsdp(ema_decay=0.9)
+    return make_state(fsdp.abstract_state(model, optax.sgd(0.1), wrt=not_embed), 0)
 
 
 def save(folder, state):

@@ -7,7 +7,6 @@ import functools
 import os
 import pkgutil
 import signal
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jshard
-from checkpoints import OPTIMIZER, Model, make_fsdp
+from checkpoints import OPTIMIZER, Model, expected, make_fsdp, make_state, padded
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import find_damage
@@ -28,38 +27,6 @@ FILES = {"description.json", "manifest.json", "state"}
 @functools.cache
 def abstract(replica: int = 1, fsdp: int = 8) -> jshard.TrainState:
     return make_fsdp(replica, fsdp).abstract_state(Model, OPTIMIZER)
-
-
-def expected(name: str, array: Any, step: int) -> np.ndarray:
-    """The values of an array of a state, or the data of a random key."""
-    draw = np.random.default_rng([zlib.crc32(name.encode()), step])
-    if name == "step":
-        return np.asarray(step, array.dtype)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return draw.integers(2**32, size=(*array.shape, 2), dtype=np.uint32)
-    return np.asarray(100 * draw.normal(size=array.shape)).astype(array.dtype)
-
-
-def padded(full: np.ndarray, array: Any) -> np.ndarray:
-    """With the zeros that ``array`` has at its ends."""
-    widths = [(0, n - m) for n, m in zip(array.shape, full.shape, strict=False)]
-    return np.pad(full, widths) if any(map(any, widths)) else full
-
-
-def make_state(abstract: jshard.TrainState, step: int = 1) -> jshard.TrainState:
-    def make(name: str, array: Any) -> jax.Array:
-        full = padded(expected(name, exact[name], step), array)
-        made = jax.make_array_from_callback(
-            full.shape, array.sharding, lambda index: full[index]
-        )
-        random = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        return jax.random.wrap_key_data(made) if random else made
-
-    arrays = metadata.arrays_by_name(abstract)
-    exact = metadata.exact_by_name(abstract)
-    return metadata.replace_arrays(
-        abstract, {name: make(name, array) for name, array in arrays.items()}
-    )
 
 
 def check_state(state: jshard.TrainState, step: int) -> None:

@@ -85,7 +85,13 @@ class Made(NamedTuple):
         write_tensors(folder / SINGLE, kept, "pt")
 
 
-@pytest.fixture(scope="module", params=[np.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(np.float32, id="f32", marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, id="bf16"),
+    ],
+)
 def made(request) -> Made:
     """Scales are in either dtype."""
     config = LlamaConfig(**SIZES)

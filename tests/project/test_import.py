@@ -14,9 +14,24 @@ import pytest
 import jshard
 from jshard.cli.commands import COMMANDS
 from jshard.cli.quiet import command_of, has_accelerator
-from tiny_runs import RECIPE
 
 REPOSITORY = Path(__file__).parents[2]
+RECIPE = """
+import jax
+from ml_collections import ConfigDict
+
+jax.devices()
+
+
+def get_config():
+    return ConfigDict({"steps": 6, "batch_size": 16})
+
+
+def make_model(config, rngs): ...
+def make_optimizer(config): ...
+def loss_fn(model, batch): ...
+def make_data(config, split): ...
+"""
 WATCHED = """
 import os, sys
 def watch(event, args):
@@ -49,7 +64,7 @@ def run(tmp_path_factory):
     if has_accelerator():
         pytest.skip("this machine has a GPU")
     tmp_path = tmp_path_factory.mktemp("plugin")
-    (tmp_path / "r.py").write_text(f"import jax; jax.devices()\n{RECIPE}")
+    (tmp_path / "r.py").write_text(RECIPE)
     (tmp_path / "jax_cuda12_plugin").mkdir()
     (tmp_path / "jax_cuda12_plugin/__init__.py").touch()
     plugin = tmp_path / "jax_plugins/xla_cuda12/__init__.py"

@@ -1,5 +1,7 @@
 """The rings of the suite: what runs in each, and the CPU seconds that it may take."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +38,49 @@ addopts = -m "not slow"
 """
 
 
+# Runs pytest for each line, in a fork of its own: its CPU seconds begin at none.
+SERVER = """
+import contextlib, json, os, sys
+import pytest, _pytest.terminal, rings, xdist.plugin
+
+for line in sys.stdin:
+    folder, environment, words = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.environ.update(environment)
+        with open("out", "w") as file, contextlib.redirect_stdout(file):
+            os.dup2(file.fileno(), 1)
+            del sys.modules["rings"]
+            code = int(pytest.main(["-q", *words]))
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A process that has imported pytest, and little else."""
+    environment = {k: v for k, v in os.environ.items() if k != "CI"} | {
+        "PYTHONPATH": str(REPOSITORY / "tests/helpers"),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    for name in [x for x in environment if x.startswith(("PYTEST_XDIST", "COV_"))]:
+        del environment[name]
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.communicate(timeout=100)
+
+
 @pytest.fixture
-def suite(tmp_path):
+def suite(server, tmp_path):
     """Runs pytest in a project of two files, whose rings may take what is given."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "pytest.ini").write_text(INI)
@@ -49,24 +92,19 @@ def suite(tmp_path):
         (tmp_path / "tests/conftest.py").write_text(
             f'{conftest}pytest_plugins = ["rings"]\n'
         )
-        environment = {
-            "PYTHONPATH": str(REPOSITORY / "tests/helpers"),
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", *words],
-            cwd=tmp_path,
-            env=environment | ({"CI": ci} if ci else {}),
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        return done.returncode, done.stdout
+        environment = {"CI": ci} if ci else {}
+        server.stdin.write(json.dumps([str(tmp_path), environment, words]) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        return code, (tmp_path / "out").read_text()
 
     return run
 
 
-@pytest.mark.parametrize("processes", [[], TWO_PROCESSES])
+# By default the seconds of two processes are too many below.
+@pytest.mark.parametrize(
+    "processes", [[], pytest.param(TWO_PROCESSES, marks=pytest.mark.slow)]
+)
 def test_a_ring_that_takes_too_long_is_red_in_ci(suite, processes):
     words = ("-m", "core", *processes)
     code, out = suite(*words, core=0.1)
@@ -84,6 +122,7 @@ def test_the_seconds_of_all_processes_count(suite):
     ignored = ("--ignore=tests/test_broken.py",)  # leaves the run whole
     code, out = suite(*TWO_PROCESSES, *ignored, **{"not slow": 1.3})
     assert (code, "7 passed" in out) == (1, True), out
+    assert "CPU seconds, of at most 1.3" in out
 
 
 def test_part_of_a_ring_is_held_to_nothing(suite):

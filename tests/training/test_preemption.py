@@ -1,4 +1,4 @@
-"""Signals: the first lets a run save, the second ends it, processes agree."""
+"""Signals: the first lets a run save, the second ends it."""
 
 import os
 import signal
@@ -16,9 +16,7 @@ from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import Preempted
 from jshard.train import main
 from jshard.training.callbacks.preemption import WARNINGS, Preemption
-from processes import Processes
 from resumable import RECIPE
-from signalled_steps import step_until_signalled
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -203,16 +201,3 @@ def test_the_second_signal_ends_even_a_process_that_is_busy(first, second, code)
         assert process.wait(timeout=10) == code
         said = f"jshard: {second.name} again: exiting\n"
         assert process.stderr.read().decode() == said
-
-
-# Several processes.
-
-
-@pytest.mark.quick("SIGUSR1")
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_signal_to_one_process_stops_all_after_the_same_step(name, tmp_path):
-    with Processes(2, 1, tmp_path) as processes:
-        ends = processes.call(step_until_signalled, name)
-    step = ends[0][0]
-    assert step > 10
-    assert ends == [(step, "SIGTERM"), (step, name)]

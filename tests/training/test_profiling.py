@@ -52,7 +52,7 @@ class Model(nnx.Module):
     def __init__(self, rngs):
         self.embed = jshard.Unit(nnx.Embed(64, 16, rngs=rngs))
         layer = lambda rngs: nnx.Linear(16, 16, rngs=rngs)
-        self.blocks = jshard.Stack(layer, 3, rngs=rngs)
+        self.blocks = jshard.Stack(layer, 2, rngs=rngs)
 
     def __call__(self, x):
         return self.blocks(self.embed(x))
@@ -63,7 +63,7 @@ def make_model(config, rngs):
 
 
 def make_optimizer(config):
-    return optax.adamw(1e-2)
+    return optax.sgd(1e-2)
 
 
 def loss_fn(model, batch):

@@ -58,7 +58,7 @@ def test_an_error_keeps_the_lines_of_all_steps_before_it(tmp_path):
     assert [line["step"] for line in steps(trainer)] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.quick("time", "loss")
+@pytest.mark.quick("loss")
 @pytest.mark.parametrize("name", ["step", "time", "loss"])
 def test_a_hook_cannot_return_what_the_line_has_already(name, tmp_path):
     trainer = make(tmp_path, on_step=lambda trainer, step, metrics: {name: 1.0})
