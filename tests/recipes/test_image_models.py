@@ -142,6 +142,7 @@ def test_statistics_are_float32_where_the_rest_is_bfloat16():
         assert array.dtype == jnp.bfloat16
 
 
+@pytest.mark.quick("ResNet-50", "ViT-B/16")
 @pytest.mark.parametrize(
     ("make", "millions"),
     [
