@@ -42,7 +42,6 @@ KEYS = {
     "lora.rank": 2,
     "policy.precision.compute": "float32",
     "policy.min_shard_elements": 0,
-    "policy.remat": "none",  # which compiles sooner
     "sample.length": 0,
 }
 

@@ -33,7 +33,6 @@ KEYS = {
     "optimizer.learning_rate": 1e-2,
     "policy.precision.compute": "float32",
     "policy.min_shard_elements": 0,
-    "policy.remat": "none",  # which compiles sooner
     "sample.length": 0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
