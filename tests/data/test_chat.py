@@ -124,6 +124,9 @@ def test_a_bad_chat_is_one_line(chat, template, record, message):
 LONG = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.quick(
+    *("{% for", "{{ 7", "{{ '%", "{% macro", "template9", "{{ ''.__class__"),
+)
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -61,7 +61,8 @@ def greedy(model, prompt, length: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.quick("False")
+# By default a test below compares tokens, and test_kv_cache.py numbers.
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_decoding_gives_the_logits_of_the_full_forward(x64, tied):
     # JAX's own attention has a softmax in float32.

@@ -45,6 +45,7 @@ def test_the_tokens_that_remain_are_those_of_the_definition(
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
+@pytest.mark.quick("Sampling(temperature=1.3")
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.7), Sampling(top_k=3), Sampling(1.3, 4, 0.6)], ids=str
 )

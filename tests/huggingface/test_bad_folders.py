@@ -96,6 +96,10 @@ BAD = {
 }
 
 
+@pytest.mark.quick(
+    *("no config", "damaged config", "unknown architecture", "incomplete config"),
+    *("quantised config", "a truncated shard", "pickles", "other tensors"),
+)
 @pytest.mark.parametrize("case", list(BAD))
 def test_a_folder_that_cannot_be_read(case, train_here, tmp_path):
     hf = tmp_path / "hf"
@@ -124,6 +128,10 @@ LLAMA = {
 }
 
 
+# By default test_config_types.py has all values of all keys, below the command line.
+@pytest.mark.quick(
+    *("vocab_size", "rope_theta-x", "rms_norm_eps-{}", "tie_word_embeddings-[1]")
+)
 @pytest.mark.parametrize(
     "value", ["x", [], [1], {}, {"a": 1}, 10**400], ids=lambda x: str(x)[:9]
 )
@@ -158,6 +166,7 @@ def test_a_model_that_differs_from_the_folders(train_here, tmp_path):
     assert "and 7 more" in run.stderr
 
 
+@pytest.mark.quick("model.from")
 @pytest.mark.parametrize("key", ["model.from", "checkpoint.restore"])
 def test_a_recipe_without_a_map(key, train_here, tmp_path):
     write_folder(tmp_path / "hf")

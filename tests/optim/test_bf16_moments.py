@@ -77,7 +77,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.quick("in per_layer", "in a mask")
+@pytest.mark.quick("in a mask")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_moments_and_they_alone_are_bfloat16_and_sharded_like_parameters(name):
     fsdp, tx = make_fsdp(POLICY), WRAPPED[name]()

@@ -88,7 +88,7 @@ def plain_run(params: dict[str, Any], make: Any) -> dict[str, Any]:
     return params
 
 
-@pytest.mark.quick("adamw-8")
+@pytest.mark.quick("momentum-8")
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("name", CHAINS)
 def test_scaled_rows_are_an_optimizer_for_each_layer(name, devices):

@@ -61,7 +61,7 @@ def trainer(model_type=Model, **knobs):
 
 def copied(state):
     """A copy, for a step to take."""
-    return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), state)
+    return jax.tree.map(lambda x: x.copy(), state)
 
 
 def run(batches, *, state=None, **knobs):
@@ -163,7 +163,6 @@ def test_a_step_that_overflows_changes_no_averages_and_no_model_state(accumulate
 
 # Parameters in float16.
 
-PLAIN = dataclasses.replace(POLICY, loss_scale=False)
 HALF = jshard.Precision(param="float16", compute="float16", reduce="float16")
 LOW = {
     "float16": dataclasses.replace(POLICY, precision=HALF),
@@ -184,7 +183,7 @@ class Low:
 
     def __init__(self, policy):
         self.fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
-        weighted = lambda m, b: b["weight"][0] * loss_fn(m, b)
+        weighted = lambda m, b: jshard.pmean(b["weight"][0]) * loss_fn(m, b)
         self.step = self.fsdp.train_step(weighted, CLIPPED)
         self.start = started(self.fsdp, Model, CLIPPED)
 
@@ -202,16 +201,22 @@ class Low:
         return state, history
 
 
+POLICIES = LOW | {
+    "wide": dataclasses.replace(POLICY, loss_scale=False),
+    "not scaled": dataclasses.replace(LOW["float16"], loss_scale=False),
+}
+
+
 @functools.cache
-def low(policy):
-    return Low(policy)
+def low(name):
+    return Low(POLICIES[name])
 
 
 @pytest.mark.quick("float16")
 @pytest.mark.parametrize("name", LOW)
 def test_low_precision_parameters_follow_float32_at_any_scale(name):
     # Gradients of about 1e-3, which float16 holds times 1 and times 2**24.
-    wide, half = low(PLAIN), low(LOW[name])
+    wide, half = low("wide"), low(name)
     want, reference = wide.run(2e-3)
     for a, b in zip(params(wide.start), params(want), strict=True):
         assert np.abs(b - a).max() > 0.02
@@ -228,7 +233,7 @@ def test_low_precision_parameters_follow_float32_at_any_scale(name):
 @pytest.mark.parametrize("name", LOW)
 def test_an_overflow_of_float16_parameters_is_skipped_and_none_is_a_zero(name):
     # Gradients of about 1: in float16 they are infinite until the scale has fallen.
-    half = low(LOW[name])
+    half = low(name)
     after, history = half.run(1.0, 2**24, steps=20)
     skipped = int(history[-1]["skipped_steps"])
     assert [h["skipped_steps"] for h in history] == [
@@ -248,9 +253,10 @@ def test_an_overflow_of_float16_parameters_is_skipped_and_none_is_a_zero(name):
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_gradient_norm_above_float16s_range_of_squares_is_not_infinite(scaled):
-    policy = dataclasses.replace(LOW["float16"], loss_scale=scaled)
-    want, reference = low(PLAIN).run(2000.0)
-    got, history = low(policy).run(2000.0, 1 if scaled else None)
+    want, reference = low("wide").run(2000.0)
+    got, history = low("float16" if scaled else "not scaled").run(
+        2000.0, 1 if scaled else None
+    )
     for ours, theirs in zip(history, reference, strict=True):
         assert theirs["grad_norm"] > 256  # whose square is above 65504
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.01)

@@ -35,7 +35,7 @@ def tokens(batch: int = 8, length: int = 16) -> jax.Array:
     return jnp.asarray(rng.integers(0, 50, (batch, length), np.int32))
 
 
-@pytest.mark.quick("7")
+@pytest.mark.slow  # by default tests/nn/test_cross_entropy.py draws sizes of chunks
 @pytest.mark.parametrize("chunk", [1, 7, 8, 1000])
 def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
     rng = np.random.default_rng(0)

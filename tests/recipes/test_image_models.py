@@ -25,7 +25,10 @@ SMALL: dict[str, Any] = {"stem": 8, "depths": (1, 1), "widths": (16, 32)}
 TYPES: dict[str, Any] = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 MODELS = {
     "regnet": lambda **types: (
-        RegNet, RegNetConfig(**SMALL, group_width=8, classes=CLASSES, **types)
+        RegNet,
+        RegNetConfig(
+            stem=8, depths=(1,), widths=(16,), group_width=8, classes=CLASSES, **types
+        ),
     ),
     "resnet": lambda **types: (ResNet, ResNetConfig(**SMALL, classes=CLASSES, **types)),
     "vit": lambda **types: (
@@ -142,6 +145,7 @@ def test_statistics_are_float32_where_the_rest_is_bfloat16():
         assert array.dtype == jnp.bfloat16
 
 
+@pytest.mark.quick("ResNet-50", "ViT-B/16")
 @pytest.mark.parametrize(
     ("make", "millions"),
     [

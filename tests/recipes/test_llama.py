@@ -173,6 +173,7 @@ def test_angles_are_float32_in_a_bfloat16_model():
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.slow  # the plain implementation above sees none
 def test_no_position_sees_a_later_token():
     model = filled(lambda: Llama(LlamaConfig(**SMALL), rngs=nnx.Rngs(0)))
     before = jnp.arange(16).reshape(1, 16)
@@ -240,6 +241,7 @@ def test_sizes_that_do_not_divide_are_a_users_error(sizes, message):
 
 
 # 2 V D + L (4 D^2 + 3 D F + 2 D) + D; 6 (N - V D - norms + L D T).
+@pytest.mark.quick("llama.py:2-7b", "llama.py:3-1b", "llama.py:3-405b")
 @pytest.mark.parametrize(
     ("name", "parameters", "flops"),
     [

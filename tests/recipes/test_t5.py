@@ -109,7 +109,7 @@ def check_close(got: dict[str, Any], want: dict[str, Any]) -> None:
         np.testing.assert_allclose(got[name], want[name], 0, 1e-9 * size, err_msg=name)
 
 
-@pytest.mark.quick("(2,4)-full-True-2-v1.0-True")
+@pytest.mark.quick("(2,4)-dots-False-1-v1.1-False")
 @pytest.mark.usefixtures("x64")
 @every_pair(
     mesh=((2, 4), (1, 8)),
