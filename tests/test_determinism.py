@@ -72,10 +72,11 @@ BATCH = {
 def loss_fn(model, batch):
     """Shows the masks as metrics: one named mean for each mask and example."""
     x, masks = model(batch["x"])
+    totals, counts = jnp.stack(masks) @ batch["is"], jnp.sum(batch["is"], axis=0)
     seen = {
-        f"{i} {example}": jshard.Mean(mask @ one, jnp.sum(one))
-        for i, mask in enumerate(masks)
-        for example, one in enumerate(batch["is"].T)
+        f"{i} {example}": jshard.Mean(totals[i, example], counts[example])
+        for i in range(len(masks))
+        for example in range(EXAMPLES)
     }
     return jshard.Mean(jnp.sum(x**2), x.size), seen
 

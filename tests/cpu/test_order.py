@@ -19,9 +19,9 @@ from jax.extend.core.primitives import closed_call_p
 from jax.sharding import AxisType, PartitionSpec
 
 import jshard
+from filled import filled
 from jshard.cpu.order import in_order
 from jshard.models.gpt import GPT, GPTConfig, generate
-from filled import filled
 from order import exchanging, unordered
 from stress import Cell, check
 
@@ -114,6 +114,12 @@ def assert_ordered(traced):
     assert unordered(text) == []
 
 
+@functools.cache
+def traced_step(model, policy):
+    fsdp, optimizer, state, loss_fn, batch = setup(model, POLICIES[policy])
+    return fsdp.train_step(loss_fn, optimizer).trace(state, batch)
+
+
 def _sample(model, policy):
     """The Stacks side by side are compiled soon; of the GPT a few do by default."""
     quick = model == "two stacks" or policy in ("full", "prefetch")
@@ -129,8 +135,7 @@ def _sample(model, policy):
     list(itertools.starmap(_sample, itertools.product(MAKERS, POLICIES))),
 )
 def test_training_orders_its_collectives(model, policy):
-    fsdp, optimizer, state, loss_fn, batch = setup(model, POLICIES[policy])
-    assert_ordered(fsdp.train_step(loss_fn, optimizer).trace(state, batch))
+    assert_ordered(traced_step(model, policy))
 
 
 @pytest.mark.quick("bf16 sums-{'replica'")
@@ -153,11 +158,9 @@ def test_optimizers_order_their_collectives(optimizer):
 
 def test_a_program_is_the_same_each_time_it_is_traced():
     """Or no cache would hold it, and processes could compile different ones."""
-    texts = []
-    for _ in range(2):
-        fsdp, optimizer, state, loss_fn, batch = setup("two stacks")
-        texts.append(fsdp.train_step(loss_fn, optimizer).lower(state, batch).as_text())
-    assert len(set(texts)) == 1
+    once, again = traced_step, traced_step.__wrapped__
+    texts = {trace("two stacks", "full").lower().as_text() for trace in (once, again)}
+    assert len(texts) == 1
 
 
 @pytest.mark.quick("two stacks")

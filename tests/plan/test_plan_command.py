@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 TINY = [
     "--config=gpt.py",
     "--config.batch_size=8",
+    f"--config.data.path={__file__}",  # the default takes longer to encode
     "--config.model.num_layers=2",
     "--config.model.width=32",
     "--config.model.sequence_length=32",
