@@ -142,7 +142,7 @@ FEW = {
     ),
     "units on three devices": Case(
         mesh=(1, 3),
-        optimizer="muon",
+        optimizer="sgd",
         units=True,
         remat="none",
         indivisible=True,
