@@ -144,7 +144,7 @@ def check(knobs: dict[str, Any]) -> None:
         assert worst(got, want) <= bound, (got, want)
 
 
-@pytest.mark.quick("(2,4)-2-names")  # groups, a root gathered again, float8
+@pytest.mark.quick("(1,8)-2-full")  # groups, bfloat16 gathers, all on the host
 @every_pair(**FACTORS)
 def test_every_pair_of_knobs_follows_the_run_on_one_device(case):
     check(case)
