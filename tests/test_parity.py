@@ -124,19 +124,25 @@ FEW = {
     "eight devices": Case(mesh=(1, 8), layers=2),
     "hybrid mesh": Case(
         mesh=(2, 4),
+        optimizer="sgd",
         accumulate=2,
         prefetch=True,
-        first_k=1,
         reshard=2,
         reshard_root=True,
         layers=2,
     ),
     "one scatter of tied weights": Case(
-        mesh=(4, 2), defer=True, accumulate=2, frozen=True, tied=True, layers=2
+        mesh=(4, 2),
+        first_k=1,
+        defer=True,
+        accumulate=2,
+        frozen=True,
+        tied=True,
+        layers=2,
     ),
     "units on three devices": Case(
         mesh=(1, 3),
-        optimizer="muon",
+        optimizer="sgd",
         units=True,
         remat="none",
         indivisible=True,
@@ -190,7 +196,9 @@ def test_training_of_several_layers_follows_the_plain_run(case):
     check(case)
 
 
-def test_float16_with_a_loss_scale_follows_the_plain_run():
+@pytest.mark.quick("False")
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_float16_with_a_loss_scale_follows_the_plain_run(prefetch):
     precision = jshard.Precision(
         param="float64", gather="float16", compute="float16", reduce="float16"
     )
@@ -198,7 +206,7 @@ def test_float16_with_a_loss_scale_follows_the_plain_run():
         precision=precision,
         loss_scale=True,
         accumulate=2,
-        prefetch=True,
+        prefetch=prefetch,
         min_shard_elements=0,
     )
     variant, mesh = parity.Variant(layers=2), parity.make_mesh(2, 4)

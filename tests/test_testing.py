@@ -1,5 +1,7 @@
 """`jshard.testing`: a user's own model, checked against one device."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +15,19 @@ from jshard.fsdp.mesh import TENSOR, sequence_axes
 from jshard.testing import check_step
 
 
+def drawn(key, shape, dtype, out_sharding=None):
+    """Initial values by NumPy: JAX would compile programs to draw them."""
+    values = np.random.default_rng(shape).normal(size=shape) / np.sqrt(shape[-2])
+    return jnp.asarray(values, dtype)
+
+
 class Block(nnx.Module):
     tensor_split = jshard.nn.Split(columns=("up",), rows=("down",))
 
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(8, rngs=rngs)
-        self.up = nnx.Linear(8, 16, rngs=rngs)
-        self.down = nnx.Linear(16, 8, rngs=rngs)
+        linear = functools.partial(nnx.Linear, kernel_init=drawn, rngs=rngs)
+        self.up, self.down = linear(8, 16), linear(16, 8)
 
     def __call__(self, x):
         return x + jshard.nn.tensor_parallel(self.products, self.norm(x))

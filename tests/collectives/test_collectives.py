@@ -38,25 +38,35 @@ from parity import every_pair
 SIZES = Sizes()
 
 
+class Layer(nnx.Linear):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x).astype(x.dtype)
+
+
+class Layers(nnx.Module):
+    """A Stack and nothing else."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        layer = lambda rngs: Layer(16, 16, rngs=rngs)
+        self.layers = jshard.Stack(layer, 2, rngs=rngs)
+
+
+def lower_layers(fsdp: jshard.FSDP) -> jax.stages.Lowered:
+    def squared(model: Layers, x: jax.Array) -> jshard.Mean:
+        return jshard.Mean(jnp.sum(model.layers(x) ** 2), x.size)
+
+    tx, batch = optax.sgd(0.1), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    return fsdp.train_step(squared, tx).lower(fsdp.abstract_state(Layers, tx), batch)
+
+
 @pytest.mark.quick("True-dots")
 @pytest.mark.parametrize("remat", ["full", "dots"])
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_layers_without_a_loop_run_the_collectives_of_a_loop(prefetch, remat):
-    class Layers(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            layer = lambda rngs: nnx.Linear(16, 16, rngs=rngs)
-            self.layers = jshard.Stack(layer, 2, rngs=rngs)
-
-    def squared(model: Layers, x: jax.Array) -> jshard.Mean:
-        return jshard.Mean(jnp.sum(model.layers(x) ** 2), x.size)
-
-    found, tx = [], optax.sgd(0.1)
+    found = []
     for unroll in (False, True):
         policy = policies(remat=remat, prefetch=prefetch, unroll=unroll)
-        fsdp = make_fsdp(policy)
-        step = fsdp.train_step(squared, tx)
-        batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-        lowered = step.lower(fsdp.abstract_state(Layers, tx), batch)
+        lowered = lower_layers(make_fsdp(policy))
         found.append(counted(hlo.collectives(hlo.compile(lowered).as_text())))
     assert found[0] == found[1]
     assert {kind for kind, *_ in found[0]} == {"all-gather", "reduce-scatter"}
@@ -184,7 +194,7 @@ def test_the_wire_carries_the_dtypes_asked_for(precision, gathered, reduced):
     # Counts do not depend on dtypes, and the CPU compiler makes every bf16 collective
     # an fp32 one: what is asked of it tells.
     policy = policies(precision=precision)
-    text = lower_step(make_fsdp(policy, replica=2), SIZES)[0].as_text("hlo")
+    text = lower_layers(make_fsdp(policy, replica=2)).as_text("hlo")
 
     def dtypes(kind: str) -> set[str]:
         return set(re.findall(rf"= (\w+)\[\d[^\]]*\]\S* {kind}\(", text))
@@ -192,6 +202,14 @@ def test_the_wire_carries_the_dtypes_asked_for(precision, gathered, reduced):
     assert dtypes("all-gather") == {gathered}
     assert dtypes("reduce-scatter") == {reduced}
     assert dtypes("all-reduce") == {reduced}  # of shards, over replicas
+
+
+class ShortGPT(GPT):
+    """Its head and embedding, with layers that are compiled soon."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.blocks = Layers(rngs).layers
 
 
 @pytest.mark.quick("True")
@@ -212,7 +230,7 @@ def test_the_traffic_of_the_head_does_not_grow_with_the_chunks_of_the_loss(tied)
             tied=tied,
             loss_chunk=chunk,
         )
-        state = fsdp.abstract_state(lambda r, c=config: GPT(c, rngs=r), optimizer)
+        state = fsdp.abstract_state(lambda r, c=config: ShortGPT(c, rngs=r), optimizer)
         step = fsdp.train_step(lambda model, batch: model.loss(*batch), optimizer)
         lowered = step.lower(state, (tokens, tokens, weights))
         traffic.append(counted(hlo.collectives(hlo.compile(lowered).as_text())))

@@ -137,19 +137,20 @@ def test_some_layers_hold_for_every_pair_of_choices(case):
 
 
 @pytest.mark.parametrize(
-    ("reshard", "replica", "plain"),
+    ("reshard", "replica", "plain", "accumulate"),
     [
-        (True, 1, False),
-        pytest.param(2, 1, True, marks=pytest.mark.slow),
-        pytest.param(1, 2, False, marks=pytest.mark.slow),
-        pytest.param(True, 2, True, marks=pytest.mark.slow),
+        (True, 1, False, 1),
+        pytest.param(True, 1, False, 2, marks=pytest.mark.slow),
+        pytest.param(2, 1, True, 2, marks=pytest.mark.slow),
+        pytest.param(1, 2, False, 2, marks=pytest.mark.slow),
+        pytest.param(True, 2, True, 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_backward_gathers_the_root_again_when_it_is_resharded(
-    reshard, replica, plain
+    reshard, replica, plain, accumulate
 ):
     remat, reads = REMATS["full"]
-    policy = policies(remat=remat, reshard_root=reshard, accumulate=2)
+    policy = policies(remat=remat, reshard_root=reshard, accumulate=accumulate)
     check_counts(policy, reads | {"norm.scale"}, replica=replica, plain=plain)
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 TINY = [
     "--config=gpt.py",
     "--config.batch_size=8",
+    f"--config.data.path={__file__}",  # the default takes longer to encode
     "--config.model.num_layers=2",
     "--config.model.width=32",
     "--config.model.sequence_length=32",
@@ -94,7 +95,7 @@ def is_self_contained(page: str) -> bool:
         ),
         ([*ATTACHED, "--config.model.widht=1"], "did you mean model.width"),
         ([*ATTACHED, "--trace=x.json"], "there is no timeline"),
-        ([*ATTACHED, "--imbalance=2"], "--imbalance=2: the step has no experts"),
+        ([*ATTACHED, *FULL, "--imbalance=2"], "--imbalance=2: the step has no experts"),
         ([*ATTACHED, "--imbalance=0.5"], "--imbalance=0.5: must be a finite number"),
         ([*ATTACHED, "--imbalance=2", "--search"], "--imbalance: shows one plan"),
         ([*ATTACHED, "--json=nowhere/x.json"], "there is no folder nowhere"),

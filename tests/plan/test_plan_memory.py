@@ -67,7 +67,8 @@ def plain() -> Memory:
 
 
 def test_parameters_optimizer_and_batch_are_their_shards(plain):
-    state, _ = traced_step(policies())
+    fsdp = jshard.FSDP(jshard.make_mesh(), policies())
+    state = fsdp.abstract_state(make_decoder(SIZES), ADAMW)
     shards = sum(
         4 * math.prod(x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves(state.params)
