@@ -56,8 +56,9 @@ def x64_of_all_threads():
 
 
 # What computes on the host, branches and what is jitted, on 2, 3 and 8 devices. Arrays
-# in no Variable are below. Loops and the exact GELU are in tests/unit/test_foreign_layers.py,
-# too, effects in tests/unit/test_effects.py, convolutions in tests/recipes.
+# in no Variable are below. Loops and the exact GELU are in
+# tests/unit/test_foreign_layers.py, too, effects in tests/unit/test_effects.py,
+# convolutions in tests/recipes.
 DEFAULT = ("pure-callback", "branch", "jit")
 
 

@@ -159,10 +159,13 @@ def init_memory(make_model: Any, *, plain: bool = False) -> tuple[int, int]:
 
 
 def test_initial_values_are_made_as_shards():
-    sizes = dataclasses.replace(WIDE, layers=16)
+    sizes = dataclasses.replace(WIDE, layers=16, vocab=12 * WIDE.width)
     temp, state = init_memory(make_decoder(sizes))
-    # Parameters and two moments, as shards.
-    assert state == pytest.approx(3 * 16 * LAYER / DEVICES, rel=0.01)
+    # Parameters and two moments, as shards. The embedding and the head are large, too.
+    large = 4 * sizes.vocab * sizes.width
+    assert large > LAYER
+    whole = 16 * LAYER + 2 * large
+    assert state == pytest.approx(3 * whole / DEVICES, rel=0.01)
     assert temp < LAYER
 
 
@@ -175,6 +178,7 @@ def test_initial_values_of_a_plain_list_are_made_as_shards():
     assert (many - few) / 8 < LAYER / 4  # two shards
 
 
+@pytest.mark.slow  # by default beside layers, above
 def test_a_large_embedding_is_made_as_shards():
     sizes = dataclasses.replace(WIDE, layers=1, vocab=64 * WIDE.width)
     temp, _ = init_memory(make_decoder(sizes))

@@ -26,8 +26,8 @@ def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
     check_run(model)
 
 
+@pytest.mark.slow  # test_units_turns_submodules_into_units_and_leaves_units_alone
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("<class'zoo.UnitInStack'>-dots-False")
 @every_pair(
     model=(zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack),
     remat=("full", "dots", "none"),
@@ -51,7 +51,8 @@ def test_so_it_does_with_transfers_beside_other_layers(model):
 
 @pytest.mark.usefixtures("x64")
 def test_units_turns_submodules_into_units_and_leaves_units_alone():
-    policy = jshard.Policy(min_shard_elements=0)
+    knobs: Any = {"remat": "dots", "reshard_after_forward": False}
+    policy = jshard.Policy(min_shard_elements=0, **knobs)
     got = run(zoo.UnitInStack, policy, units=(Dense, Residual))
     check_close(jax.tree.leaves(got), jax.tree.leaves(plain_run(zoo.UnitInStack)), 1e-9)
 
