@@ -73,11 +73,11 @@ def test_a_run_from_a_folder_and_back(train, tmp_path):
     assert "no tokenizer in hf" in done.stdout
 
 
-def test_the_architecture_alone(train_here, tmp_path):
+def test_the_architecture_alone(train, tmp_path):
     write_folder(tmp_path / "hf", sizes={"layers": 3, "width": 8, "experts": 2})
     for file in (tmp_path / "hf").glob("*.safetensors*"):
         file.unlink()
-    run = train_here(
+    run = train(
         tmp_path,
         "--config=tiny.py",
         FROM[0],
