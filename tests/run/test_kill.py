@@ -76,6 +76,7 @@ def check_kills(kills: int, command, folder: Path, seed: int = 0) -> None:
     assert found == sorted(p.name for p in (folder / "whole/checkpoints").iterdir())
 
 
+@pytest.mark.slow  # by default, test_going_on and test_promises
 def test_a_kill_in_a_save_loses_repeats_and_changes_nothing(command, tmp_path):
     check_kills(1, command, tmp_path, seed=1)
 

@@ -103,6 +103,7 @@ def tree(state: nnx.State) -> Any:
     return nnx.to_pure_dict(state)
 
 
+@pytest.mark.slow  # by default, test_linen's transformer
 @pytest.mark.quick("scan-mesh0-full-1")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
