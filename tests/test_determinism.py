@@ -107,6 +107,7 @@ def plain_masks() -> np.ndarray:
     return np.array([run(model, BATCH["x"]) for _ in range(STEPS)])
 
 
+@pytest.mark.slow  # by default, nn/test_dropout_masks
 @pytest.mark.quick("(2, 4)")
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),

@@ -144,6 +144,7 @@ def check(knobs: dict[str, Any]) -> None:
         assert worst(got, want) <= bound, (got, want)
 
 
+@pytest.mark.slow  # by default, test_parity and each knob's own tests
 @pytest.mark.quick("(1,8)-2-full")  # groups, bfloat16 gathers, all on the host
 @every_pair(**FACTORS)
 def test_every_pair_of_knobs_follows_the_run_on_one_device(case):

@@ -367,6 +367,7 @@ def save_to_two(first: Path, second: Path) -> list[str]:
     return [save.error for save in reports]
 
 
+@pytest.mark.slow  # by default, two processes save one after the other
 def test_two_checkpointers_of_two_processes_save_at_a_time(pair, tmp_path):
     assert pair.call(save_to_two, tmp_path / "a", tmp_path / "b") == [[""] * 3] * 2
     assert find_steps(tmp_path / "a") == [1]

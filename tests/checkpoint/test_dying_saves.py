@@ -239,6 +239,7 @@ def check_death(name: str, folder: Path, call: int) -> bool:
     return process.exitcode != 0
 
 
+@pytest.mark.slow  # by default, test_promises
 @pytest.mark.quick("23")
 @pytest.mark.parametrize("call", range(3, 60, 20))
 def test_a_save_that_dies_at_a_system_call_loses_nothing(

@@ -106,6 +106,7 @@ def test_killed_processes_go_on_where_they_were(count, undisturbed, tmp_path):
         assert "each process reads its part" in note
 
 
+@pytest.mark.slow  # by default, data/test_streams
 @pytest.mark.usefixtures("compiled_once")
 def test_a_stream_goes_on_in_this_process_bit_for_bit(tmp_path, monkeypatch):
     recipe = streamed(RECIPE).replace("optax.adamw(", "optax.sgd(")

@@ -56,6 +56,7 @@ def light(recipe: str) -> str:
     return recipe.replace(ADAM, "optax.sgd(")
 
 
+@pytest.mark.slow  # by default, run/test_going_on
 def test_a_job_of_two_goes_on_after_one_was_killed_as_if_it_had_not_been(tmp_path):
     keys: dict[str, Any] = {"eval_every": 0, "model__noise": 0, "watch__silence": 2}
     write_recipe(tmp_path, lambda recipe: slowly(light(recipe)))

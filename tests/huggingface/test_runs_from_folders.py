@@ -73,6 +73,7 @@ def test_a_run_from_a_folder_and_back(train, tmp_path):
     assert "no tokenizer in hf" in done.stdout
 
 
+@pytest.mark.slow  # by default, test_decoder_configs
 def test_the_architecture_alone(train, tmp_path):
     write_folder(tmp_path / "hf", sizes={"layers": 3, "width": 8, "experts": 2})
     for file in (tmp_path / "hf").glob("*.safetensors*"):

@@ -88,6 +88,7 @@ def losses(workdir: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(workdir) if "loss" in line]
 
 
+@pytest.mark.slow  # by default, run/test_adapter_runs
 def test_adapters_are_trained_saved_and_merged(adapted, folder, tmp_path, capsys):
     about = metadata.read(find_step(adapted))
     params = {n for n in about["arrays"] if n.startswith("params.")}

@@ -109,6 +109,7 @@ def check_close(got: dict[str, Any], want: dict[str, Any]) -> None:
         np.testing.assert_allclose(got[name], want[name], 0, 1e-9 * size, err_msg=name)
 
 
+@pytest.mark.slow  # by default, that of test_decoder_family
 @pytest.mark.quick("(2,4)-dots-False-1-v1.1-False")
 @pytest.mark.usefixtures("x64")
 @every_pair(
