@@ -120,7 +120,6 @@ def test_weights_are_the_first_operands_of_products_on_cpus(tied):
     assert sorted(map(int, products)) == sorted([48, 16, 64, 16] * 2 + [VOCAB])
 
 
-@pytest.mark.core
 def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
     model, generator = make_model(), one_generator()
     together = generator(PROMPTS, length=10, sampling=Sampling(0))

@@ -5,9 +5,10 @@ import pytest
 from tiny_axes import follows_one_device
 
 
-@pytest.mark.core
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("axis", ["context", "tensor"])
+@pytest.mark.parametrize(
+    "axis", ["context", pytest.param("tensor", marks=pytest.mark.core)]
+)
 def test_a_step_of_split_sequences_and_features_is_that_of_one_device(axis):
     follows_one_device({"fsdp": 2, axis: 2})
 

@@ -10,7 +10,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.core
 def test_a_step_in_uneven_stages_is_that_of_one_device():
     follows_one_device({"pipe": 2, "fsdp": 1}, accumulate=2)
 

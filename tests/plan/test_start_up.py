@@ -38,7 +38,7 @@ BATCH = {"tokens": np.zeros((32, 16), np.int32), "weights": np.ones((32, 16), "f
 @pytest.mark.parametrize(
     ("replica", "accumulate"),
     [
-        pytest.param(2, 2, marks=pytest.mark.core),
+        (2, 2),
         *[pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 1), (1, 2), (2, 1))],
     ],
 )

@@ -99,7 +99,6 @@ def imported(run):
     return run("-c", WATCHED.replace("{names}", names))
 
 
-@pytest.mark.core
 def test_importing_starts_nothing_redirects_nothing_and_leaves_orbax_alone(imported):
     assert imported.returncode == 0, imported.stderr
     assert imported.stdout.splitlines()[0] == "1 Checkpointer"

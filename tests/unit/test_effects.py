@@ -215,7 +215,7 @@ def steps(make_model: Any, layer: Any, devices: int, units: tuple = ()) -> Any:
 @pytest.mark.parametrize(
     ("devices", "layer"),
     [
-        pytest.param(4, Everything, marks=pytest.mark.core),
+        (4, Everything),
         *(
             pytest.param(devices, layer, marks=pytest.mark.slow)
             for devices in (1, 4)

@@ -64,7 +64,7 @@ def loop(params, batch):
         pytest.param(Model, False, marks=pytest.mark.slow),
         pytest.param(Model, True, marks=pytest.mark.slow),
         pytest.param(During, False, marks=pytest.mark.slow),
-        pytest.param(During, True, marks=pytest.mark.core),
+        (During, True),
     ],
 )
 def test_a_step_with_keyword_arguments_is_that_of_one_device(make_model, prefetch):
