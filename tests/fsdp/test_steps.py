@@ -80,3 +80,37 @@ def test_a_step_is_traced_once_whatever_a_parameter_was_filled_with(method):
     for _ in range(2):
         state, _ = step(state, fsdp.shard_batch(x))
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_step_counts_the_draws_of_one_micro_batch(accumulate):
+    """The next step draws other masks, however many micro-batches a step has."""
+
+    class Dropped(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear = nnx.Linear(WIDTH, 1, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.linear(self.dropout(x))
+
+    def loss_fn(model: Dropped, x: jax.Array) -> jshard.Mean:
+        losses = model(x) ** 2
+        return jshard.Mean(jnp.sum(losses), losses.size)
+
+    fsdp = jshard.FSDP(
+        jshard.make_mesh(devices=jax.devices()[:2]),
+        jshard.Policy(accumulate=accumulate),
+    )
+    optimizer = optax.sgd(0.1)
+    state = fsdp.init(Dropped, optimizer, seed=0)
+    step = fsdp.train_step(loss_fn, optimizer)
+    batch = fsdp.shard_batch(np.ones((6, WIDTH), np.float32))
+    for count in (1, 2):
+        state, _ = step(state, batch)
+        (drawn,) = (
+            variable.get_value()
+            for path, variable in nnx.to_flat_state(nnx.state(fsdp.model(state)))
+            if isinstance(variable, nnx.RngCount) and "dropout" in path
+        )
+        assert drawn == count

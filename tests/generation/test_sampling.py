@@ -45,6 +45,13 @@ def test_the_tokens_that_remain_are_those_of_the_definition(
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
+def test_tokens_that_add_up_to_exactly_p_are_enough():
+    logits = jnp.log(jnp.asarray([0.5, 0.25, 0.25]))
+    for top_p, count in ((0.25, 1), (0.5, 1), (0.75, 3), (0.5001, 3)):
+        left = filtered(logits, Sampling(top_p=top_p))
+        assert jnp.sum(jnp.isfinite(left)) == count, top_p
+
+
 @pytest.mark.quick("Sampling(temperature=1.3")
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.7), Sampling(top_k=3), Sampling(1.3, 4, 0.6)], ids=str

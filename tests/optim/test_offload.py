@@ -50,7 +50,7 @@ def make_policy(offload: str | None, **knobs: Any) -> jshard.Policy:
     ],
 )
 def test_training_follows_the_plain_run(offload, name, units, mesh, knobs):
-    sizes = {} if name != "sgd" else {"layers": 2}  # the default case is small
+    sizes: dict[str, Any] = {} if name != "sgd" else {"layers": 2}  # by default, small
     variant = parity.Variant(
         tied=units, frozen=not units, dropout=name != "sgd", **sizes
     )

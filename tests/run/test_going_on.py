@@ -3,6 +3,7 @@
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
@@ -51,7 +52,7 @@ def make_data(config, split):
 
 
 def check_equal(got, want):
-    if jax.dtypes.issubdtype(want.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
         got, want = jax.random.key_data(got), jax.random.key_data(want)
     np.testing.assert_array_equal(got, want)
 

@@ -148,7 +148,8 @@ def test_a_longer_run_goes_on_from_a_finished_one(whole, tmp_path, capsys):
     after = contents(tmp_path / "run")
     assert "Checkpoints" in after.pop("report.html").decode()
     assert after == before
-    run = train(tmp_path, **(GIVEN | {"steps": 14}))
+    longer: dict[str, Any] = GIVEN | {"steps": 14}
+    run = train(tmp_path, **longer)
     assert "config differs from the run's: steps 12 -> 14" in capsys.readouterr().out
     assert [line["step"] for line in read_metrics(run)][-4:] == [12, 13, 14, 14]
     assert evaluated(run) == [6, 12, 14]  # not at step 12 again
@@ -496,7 +497,8 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
                 "say",
                 lambda self, text: (say(self, text), when_told(text)),
             )
-            run = train(disk, **(GIVEN | {"steps": 16, "eval_every": 0}))
+            longer: dict[str, Any] = GIVEN | {"steps": 16, "eval_every": 0}
+            run = train(disk, **longer)
         out = capsys.readouterr().out
         assert "failed, training continues: No space left on device\n" in out
         want = [line for line in read_metrics(whole) if "eval_loss" not in line]
