@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,8 @@ SIZES = Sizes()
 
 
 class Layer(nnx.Linear):
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(x).astype(x.dtype)
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        return super().__call__(inputs).astype(inputs.dtype)
 
 
 class Layers(nnx.Module):

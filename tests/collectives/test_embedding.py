@@ -77,7 +77,8 @@ def train_plainly() -> Any:
         updates, opt_state = tx.update(grad, opt_state, table)
         return loss, optax.apply_updates(table, updates), opt_state
 
-    table, losses = jnp.asarray(first_table()), []
+    before = first_table()
+    table, losses = jnp.asarray(before), []
     opt_state = tx.init(table)
     for _ in range(STEPS + 1):
         before = np.asarray(table)

@@ -74,7 +74,7 @@ def stream(loader: Any) -> Stream:
 
 
 def read(loader: Any, **options: Any) -> tuple[list[list[int]], Any]:
-    given = {"batch_size": 4, "start_step": 0, "num_steps": 6}
+    given: dict[str, Any] = {"batch_size": 4, "start_step": 0, "num_steps": 6}
     reader = StreamReader(stream(loader), **given | options)
     found, states = [], []
     for batch in reader:
@@ -125,7 +125,7 @@ def test_what_gives_processes_other_examples_is_refused(monkeypatch):
     with pytest.raises(UserError, match="has a DistributedSampler"):
         as_stream(DataLoader(num_replicas=2), repeat=True)
     assert stream(DataLoader(num_replicas=1)).loses == ""
-    shuffled = DataLoader()
+    shuffled: Any = DataLoader()
     shuffled.sampler = RandomSampler()
     assert stream(shuffled).loses.startswith("in another order, as it shuffles")
     monkeypatch.setattr("jshard.data.iterables.jax.process_count", lambda: 2)

@@ -114,8 +114,9 @@ def test_a_part_repeats_its_rows_and_goes_on_where_it_was(dataset):
 
 
 def windows(dataset: str = "name", split: str = "train", **options: Any) -> Any:
-    given = {"sequence_length": 4, "seed": 0, "shuffle_rows": 0, "validation_rows": 1}
-    return streamed_text.streamed_text(dataset, split, **given | options)
+    given: dict[str, Any] = {"sequence_length": 4, "seed": 0, "shuffle_rows": 0}
+    given |= {"validation_rows": 1, **options}
+    return streamed_text.streamed_text(dataset, split, **given)
 
 
 def read(stream: Any, count: int, size: int = 1) -> list[Any]:

@@ -89,7 +89,8 @@ class Flat:
 def test_a_choice_follows_from_the_rows_seed_and_the_position_alone():
     def tokens(seeds, positions, ends, count=6):
         token_B = jnp.zeros(len(seeds), jnp.int32)
-        rows = Rows(token_B, *map(jnp.array, (positions, ends, seeds)), {})
+        start, end, seed = map(jnp.array, (positions, ends, seeds))
+        rows = Rows(token_B, start, end, seed, {})
         rows, found_BT = decode_steps(Flat(), rows, count=count, sampling=Sampling())
         return rows.position_B.tolist(), found_BT.tolist()
 
