@@ -167,7 +167,7 @@ def test_a_run_that_died_at_its_very_end_is_tidied_by_the_same_command(whole, tm
 @pytest.mark.slow
 def test_the_same_checkpoints_are_kept_as_without_a_stop(tmp_path):
     keys: dict[str, Any] = {"checkpoint__keep": 1, "checkpoint__keep_every": 8}
-    keys |= {"checkpoint__best": "eval_loss", "eval_every": 5, "steps": 20}
+    keys |= {"checkpoint__best": "eval_loss", "eval_every": 5, "steps": 20} | NO_NOISE
     train(tmp_path, "whole", **keys)
     run = train_to(10, tmp_path, **keys)
     train(tmp_path, **keys)
