@@ -1,7 +1,7 @@
 """How many small mistakes the tests of their own room find: a mutation score by room.
 
     pip install -e '.[test,mutants]'
-    python tests/mutants.py                          # 300 mutants, an hour on two cores
+    python tests/mutants.py                          # 300 mutants
     python tests/mutants.py layout --count=50 --seed=7
 
 Cosmic Ray lists what can be changed in each file of a room: a bound, a number by one,

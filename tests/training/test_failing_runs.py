@@ -33,7 +33,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_step(train_here, tmp_p
 
 @pytest.fixture
 def send_in_training(tmp_path):
-    """Sends this process a signal once a run, in a folder there, has its first line.
+    """Sends this process a signal when a run in a folder there has its first line.
 
     A run whose process would ignore the signal, as a shell's background job ignores
     Ctrl-C, would be deaf to it.
