@@ -13,6 +13,7 @@ where both programs compute the same, an entry of tests/equal_mutants.txt.
 
 import argparse
 import json
+import os
 import random
 import re
 import shlex
@@ -111,6 +112,20 @@ def test_command(room: str) -> list[str]:
     return [sys.executable, *words, f"tests/{room}"]
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """Variables of the tests: most of each run is what the run before compiled.
+
+    Programs of XLA and bytecode are looked up by what they were made of, so a change is
+    compiled.
+    """
+    programs = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / ".programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02",
+    }
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return kept | programs
+
+
 def sample(session: Path, count: int, seed: int) -> None:
     """Leaves so many mutants of all that a session lists."""
     with use_db(session) as db:
@@ -158,8 +173,8 @@ def make(folder: Path, room: str, session: Path, count: int, seed: int) -> None:
       SystemExit: the room's tests fail without any mutant.
     """
     check_jail(folder)
-    command = jailed(folder, test_command(room))
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    command, env = jailed(folder, test_command(room)), environment(folder)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"tests/{room} fails as it is:\n{done.stdout[-2000:]}")
     files = sorted((folder / "jshard" / room).rglob("*.py"))
@@ -179,7 +194,8 @@ def make(folder: Path, room: str, session: Path, count: int, seed: int) -> None:
             [*tool, "init", str(config), str(session)], cwd=folder, check=True
         )
         sample(session, count, seed)
-    subprocess.run([*tool, "exec", str(config), str(session)], cwd=folder, check=True)
+    execute = [*tool, "exec", str(config), str(session)]
+    subprocess.run(execute, cwd=folder, env=env, check=True)
 
 
 def equal() -> dict[str, str]:
