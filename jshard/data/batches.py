@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import grain
@@ -160,7 +161,7 @@ def eval_batches(
     max_batches: int | None = None,
     num_threads: int = _THREADS,
     **process: int,
-) -> Iterator[tuple[float, Any]]:
+) -> Iterator[tuple[Fraction, Any]]:
     """Iterates once, in order, over this process's part of all examples.
 
     All processes get the same number of full batches. If `batch_size` does not divide
@@ -203,11 +204,11 @@ def eval_batches(
     if max_batches is not None and max_batches < 1:
         raise UserError(f"max_batches={max_batches}: give 1 or more, or None for all")
     num_batches = min(math.ceil(num_examples / batch_size), max_batches or sys.maxsize)
-    factors = [1.0] * num_batches
+    factors = [Fraction(1)] * num_batches
     padding = num_batches * batch_size - num_examples
     if padding > 0:
         if not _has_weights(dataset[0]):
-            factors.append(-padding / batch_size)
+            factors.append(Fraction(-padding, batch_size))
         dataset = _pad(dataset, len(factors) * batch_size)
     read = batches(
         dataset,
@@ -227,7 +228,7 @@ def _read_ahead(reader: StreamReader, count: int) -> grain.DatasetIterator:
 
 def _padded(
     stream: Stream, batch_size: int, max_batches: int | None
-) -> Iterator[tuple[float, Any]]:
+) -> Iterator[tuple[Fraction, Any]]:
     """Yields a finite stream's batches and factors, as `eval_batches` does."""
     with contextlib.closing(PartReader(stream.cursor(0, 1), batch_size)) as whole:
         for batch in itertools.islice(whole, max_batches):
@@ -237,9 +238,9 @@ def _padded(
             if weighs:
                 copy = last | {"weights": np.zeros_like(last["weights"])}
             copies = _repeated(copy, padding)
-            yield 1.0, jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
+            yield Fraction(1), jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
             if padding and not weighs:
-                yield -padding / batch_size, _repeated(last, batch_size)
+                yield Fraction(-padding, batch_size), _repeated(last, batch_size)
 
 
 def _repeated(row: Any, count: int) -> Any:

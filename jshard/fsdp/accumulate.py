@@ -11,6 +11,8 @@ from jax import lax
 from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.state import ModelArrays
+from jshard.fsdp.traced import Needs
+from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means, seeds
 
@@ -37,7 +39,8 @@ def first_of(micro: Micro) -> Micro:
 
 def accumulate(
     forward: Callable,
-    shapes: Means,
+    needs: Needs,
+    shapes: tuple,
     arrays: ModelArrays,
     micro: Micro,
     dtypes: nnx.State,
@@ -47,13 +50,15 @@ def accumulate(
 
     Args:
       forward: ``forward(params, frozen, state, batch, index)`` runs one micro-batch.
-      shapes: the abstract Means that it returns.
+      needs: what the counts of its loss depend on.
+      shapes: the abstract results of what was traced: the loss, the named Means, the
+        weights of terms that the step computes, and the next state.
       arrays: as one device has them.
       micro: this device's micro-batches.
       dtypes: those in which gradients are added up.
       scale: scales the loss in the backward; None is 1.
     """
-    counts = _count(forward, arrays, micro)
+    counts, totals = _count(forward, needs, shapes, arrays, micro)
     last = len(micro[1]) - 1
 
     def body(carry, slices):
@@ -66,28 +71,49 @@ def accumulate(
         _, pullback, (own, after) = jax.vjp(
             lambda params: forward(params, *rest), params, has_aux=True
         )
-        (grads,) = pullback(seeds(own.loss, counts, scale))
+        (grads,) = pullback(seeds(own.loss, counts, totals, scale))
         sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
         state = merge_state(state, after, last=index == last)
         return (sums, own + means, state), None  # with its own weights
 
     zeros = jax.tree.map(lambda x, d: jnp.zeros(x.shape, d), arrays.params, dtypes)
-    none = jax.tree.map(jnp.zeros_like, shapes)
+    none = jax.tree.map(jnp.zeros_like, Means(*shapes[:2]))
     sums, _ = lax.scan(body, (zeros, none, arrays.model_state), micro)
     return sums
 
 
-def _count(forward: Callable, arrays: ModelArrays, micro: Micro) -> list[jax.Array]:
-    """Returns the global counts of the loss's terms, by a pass for counts only."""
+def _count(
+    forward: Callable, needs: Needs, shapes: tuple, arrays: ModelArrays, micro: Micro
+) -> tuple[list[Any], list[Any]]:
+    """Returns the global counts of the loss's terms, by a pass for them alone.
 
-    def one(_, slices):
-        leaves, tree = jax.tree.flatten((*arrays, *slices))
+    The total of a term whose count is trained is returned, too, which takes the whole
+    forward; that of another is None.
+    """
+
+    def chosen(means: Means, after: nnx.State) -> tuple:
+        terms = [mean for _, mean in means.loss.terms]
+        trained = zip(terms, needs.params, strict=True)
+        totals = [mean.total if needed else None for mean, needed in trained]
+        return [mean.count for mean in terms], totals, after if needs.state else None
+
+    structure = jax.tree.structure(chosen(Means(*shapes[:2]), shapes[3]))
+
+    def one(state, slices):
+        leaves, tree = jax.tree.flatten((*arrays[:2], state, *slices))
 
         def of_leaves(*leaves):
-            _, (means, _) = forward(*jax.tree.unflatten(tree, leaves))
-            return [mean.count for _, mean in means.loss.terms]
+            _, results = forward(*jax.tree.unflatten(tree, leaves))
+            return jax.tree.leaves(chosen(*results))
 
-        return None, without_dead_code(of_leaves)(*leaves)
+        found = without_dead_code(of_leaves)(*leaves)
+        *found, after = jax.tree.unflatten(structure, found)
+        if needs.state:
+            state = merge_state(state, after, last=slices[1] == len(micro[1]) - 1)
+        return state, found
 
-    _, counts = lax.scan(one, None, micro)
-    return [lax.psum(jnp.sum(count, axis=0), manual_axes()) for count in counts]
+    _, found = lax.scan(one, arrays.model_state, micro)
+    return tuple(
+        [None if x is None else add_up(sum_of(x), manual_axes()) for x in terms]
+        for terms in found
+    )

@@ -19,6 +19,7 @@ from jshard.collectives.gather import all_gather
 from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
 from jshard.compat.jaxprs import replay
+from jshard.errors import UserError
 from jshard.fsdp.accumulate import accumulate, first_of, split
 from jshard.fsdp.mesh import (
     axes_of,
@@ -34,6 +35,7 @@ from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
+from jshard.nn.count import add_up
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
 from jshard.nn.loss import Means, over_devices, seeds, terms_of
 from jshard.optim.update import check_state, next_state
@@ -131,7 +133,7 @@ def eval_step(
 
     def local(arrays: ModelArrays, batch: Any) -> Means:
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
-        forward = once_checked(traced, shapes, layout, arrays, (batch,))
+        forward, _ = once_checked(traced, shapes, layout, arrays, (batch,))
         _, (means, _) = forward(*arrays, batch)
         return over_devices(means)
 
@@ -226,24 +228,33 @@ def train(
         micro = split(batch, policy.accumulate)
     inputs = (batch,) if micro is None else first_of(micro)
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
-    forward = once_checked(traced, shapes, layout, arrays, inputs)
+    forward, needs = once_checked(traced, shapes, layout, arrays, inputs)
     if micro is None:
         rest = (*arrays[1:], batch)
         _, pullback, (means, after) = jax.vjp(
             lambda params: forward(params, *rest), arrays.params, has_aux=True
         )
-        counts = [lax.psum(mean.count, manual_axes()) for _, mean in means.loss.terms]
-        (grads,) = pullback(seeds(means.loss, counts, scale))
+        axes = manual_axes()
+        terms = zip(means.loss.terms, needs.params, strict=True)
+        totals = [lax.psum(m.total, axes) if yes else None for (_, m), yes in terms]
+        counts = [add_up(mean.count, axes) for _, mean in means.loss.terms]
+        (grads,) = pullback(seeds(means.loss, counts, totals, scale))
         after = merge_state(arrays.model_state, after)
     else:
         dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
         rest = arrays, micro, dtypes, scale
         if layout.stages:
+            if any(needs.params):
+                raise UserError(
+                    "mesh: pipe: a count of the loss depends on what is trained, and "
+                    "must be known before the layers run; leave pipe out of the mesh, "
+                    "or return jshard.Mean(a / b, 1) of a, b = jshard.pmean((total, "
+                    "count)), with accumulate=1"
+                )
             grads, loss, metrics, after = pipelined(traced, shapes, *rest)
             means = Means(loss, metrics)
         else:
-            abstract = Means(*shapes[:2])
-            grads, means, after = accumulate(forward, abstract, *rest)
+            grads, means, after = accumulate(forward, needs, shapes, *rest)
     grads = _map_gathered_once(scatter, grads, sharded)
     if layout.stages:
         grads = from_stages(grads, shards, at_rest, layout.stages)

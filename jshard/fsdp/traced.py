@@ -1,7 +1,7 @@
 """What a step's forward does, once traced: it is checked, and never traced again."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.policy import INPUTS, Names, Offload, Policy
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
+from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means
 from jshard.unit.dataflow import dependencies, loop, through, union
@@ -23,7 +24,7 @@ from jshard.unit.dataflow import dependencies, loop, through, union
 
 def once_checked(
     traced: Any, shapes: Any, layout: Layout, arrays: ModelArrays, inputs: tuple
-) -> Callable:
+) -> tuple[Callable, "Needs"]:
     """Checks a forward, and returns it as a function.
 
     Args:
@@ -35,8 +36,9 @@ def once_checked(
       inputs: its examples, and maybe the index of the micro-batch.
 
     Returns:
-      ``forward``, with the arguments of ``run``, which returns the totals of the loss's
-      terms, and (Means, next state).
+      ``forward``, with the arguments of ``run``, which returns what has gradients, the
+      totals of the loss's terms and the counts that are trained, and (Means, next
+      state); and what the counts depend on.
 
     Raises:
       UserError: a weight, or a part of the next state, may differ by device, or the
@@ -62,13 +64,41 @@ def once_checked(
                     "leave axis_name out; callbacks: keep their results out of the "
                     "state)"
                 )
-    run = replay(traced, shapes)
+    run, needs = replay(traced, shapes), needs_of_counts(traced.jaxpr, shapes, arrays)
 
-    def forward(*args: Any) -> tuple[list, tuple]:
+    def forward(*args: Any) -> tuple[tuple[list, list], tuple]:
         loss, metrics, _, after = run(*args)
-        return [mean.total for _, mean in loss.terms], (Means(loss, metrics), after)
+        means = [mean for _, mean in loss.terms]
+        trained = [m.count for m, yes in zip(means, needs.params, strict=True) if yes]
+        return ([m.total for m in means], trained), (Means(loss, metrics), after)
 
-    return forward
+    return forward, needs
+
+
+class Needs(NamedTuple):
+    """What the counts of a loss depend on.
+
+    Attributes:
+      params: by term, whether its count is a float that depends on what is trained.
+      state: whether any count depends on the model's state.
+    """
+
+    params: list[bool]
+    state: bool
+
+
+def needs_of_counts(jaxpr: core.Jaxpr, shapes: Any, arrays: ModelArrays) -> Needs:
+    """Finds what the counts of a loss depend on; arguments as of ``once_checked``."""
+    places = jax.tree.unflatten(jax.tree.structure(shapes), range(len(jaxpr.outvars)))
+    sizes = [len(jax.tree.leaves(part)) for part in arrays]
+    params, state = [], False
+    for _, mean in places[0].terms:
+        wanted = {*jax.tree.leaves(mean.count)}
+        of_count = [i in wanted for i in range(len(jaxpr.outvars))]
+        _, used = jaxprs.needed_for(jaxpr, of_count, effects=False)
+        params.append(not isinstance(mean.count, Count) and any(used[: sizes[0]]))
+        state |= any(used[sum(sizes[:2]) : sum(sizes)])
+    return Needs(params, state)
 
 
 def _check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes
-from jshard.fsdp.precision import at_least_float32
+from jshard.nn.count import Count, add_up, as_float, exact, times
 
 
 class _Sum:
@@ -64,7 +63,9 @@ class Mean(_Sum):
 
     Attributes:
       total: scalar, the sum over this device's part of the batch.
-      count: scalar, how many terms (tokens, examples) the sum has.
+      count: scalar, how many terms (tokens, examples) the sum has; not negative. Whole
+        numbers add up exactly. One that depends on what is trained (a sum of learned
+        weights, the denominator of a Dice loss) has its part of the gradient.
     """
 
     total: Any
@@ -76,9 +77,14 @@ class Mean(_Sum):
 
 
 def divide(total: Any, count: Any) -> jax.Array:
-    """Returns ``total / count``; 0 if nothing was counted."""
-    some = jnp.asarray(count) > 0
-    return jnp.where(some, total / jnp.where(some, count, 1), 0)
+    """Returns ``total / count``; 0 if nothing was counted, nan below that."""
+    total, count = exact(total), exact(count)
+    dtypes = [x.dtype for x in (total, count) if not isinstance(x, Count)]
+    dtype = jnp.result_type(*(dtypes or [float]))
+    total, count = as_float(total, dtype), as_float(count, dtype)
+    some = count != 0
+    mean = jnp.where(some, total / jnp.where(some, count, 1), 0)
+    return jnp.where(count < 0, jnp.nan, mean)
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +97,8 @@ class Loss(_Sum):
     def compute(self) -> Any:
         """Returns the weighted sum; nan, not 0, if no term counted anything."""
         value = sum(weight * mean.compute() for weight, mean in self.terms)
-        counted = functools.reduce(operator.or_, (m.count > 0 for _, m in self.terms))
+        counts = [as_float(exact(mean.count)) for _, mean in self.terms]
+        counted = functools.reduce(operator.or_, (count != 0 for count in counts))
         return jnp.where(counted, value, jnp.nan)
 
 
@@ -157,14 +164,18 @@ class Means:
     def __add__(self, other: Any) -> "Means":
         if not isinstance(other, Means) and other == 0:  # the start of sum()
             return self
-        add = lambda a, b: Mean(a.total + b.total, a.count + b.count)
-        return self._map(add, other)
+        add = lambda a, b: exact(a) + exact(b)
+        return self._map(
+            lambda a, b: Mean(add(a.total, b.total), add(a.count, b.count)), other
+        )
 
     __radd__ = __add__
 
-    def scaled(self, factor: float) -> "Means":
+    def scaled(self, factor: numbers.Rational | float) -> "Means":
         """Counts each example ``factor`` times; -1 subtracts a batch."""
-        return self._map(lambda mean: Mean(factor * mean.total, factor * mean.count))
+        return self._map(
+            lambda mean: Mean(times(mean.total, factor), times(mean.count, factor))
+        )
 
     def counted(self) -> bool:
         """Returns whether any term of the loss counted anything."""
@@ -207,34 +218,55 @@ def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
         if isinstance(weight, Tracer):
             computed.append(jnp.asarray(weight))
             weight, mean = 1.0, Mean(weight * mean.total, mean.count)
-        terms.append((jnp.asarray(weight), _of_scalars(mean)))
+        mean = _of_scalars(mean)
+        mean = Mean(as_float(mean.total), mean.count)  # it has a gradient
+        terms.append((jnp.asarray(weight), mean))
     named = {name: _of_scalars(mean) for name, mean in metrics.items()}
     return Loss(tuple(terms)), named, computed
 
 
 def _of_scalars(mean: Mean) -> Mean:
-    total, count = jnp.asarray(mean.total), jnp.asarray(mean.count)
-    if total.shape or count.shape:
+    shapes = jnp.shape(mean.total), jnp.shape(mean.count)
+    if any(shapes):
         raise UserError(
-            "loss_fn: a Mean needs scalars, got total of shape "
-            f"{total.shape} and count of shape {count.shape}; sum them first"
+            f"loss_fn: a Mean needs scalars, got total of shape {shapes[0]} and count "
+            f"of shape {shapes[1]}; sum them first"
         )
-    return Mean(at_least_float32(total), at_least_float32(count))
+    if isinstance(mean.count, (numbers.Real, np.ndarray)) and mean.count < 0:
+        raise UserError(
+            f"loss_fn: a Mean has the count {mean.count}; it is the number of terms in "
+            "the total, which cannot be negative"
+        )
+    return Mean(exact(mean.total), exact(mean.count))
 
 
 def seeds(
-    loss: Loss, counts: list[jax.Array], scale: jax.Array | None
-) -> list[jax.Array]:
-    """Returns the cotangent of each total: its weight / global count, times scale."""
-    found = []
-    for (weight, mean), count in zip(loss.terms, counts, strict=True):
+    loss: Loss, counts: list[Any], totals: list[Any], scale: jax.Array | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the cotangents of this device's totals, and of the counts that train.
+
+    Of ``weight * total / count``, by its derivatives, times scale.
+
+    Args:
+      loss: its weights, and the dtypes of its terms.
+      counts: the global count of each term.
+      totals: the global total of each term whose count depends on what is trained, and
+        None for others.
+      scale: None is 1.
+    """
+    of_totals, of_counts = [], []
+    for (weight, mean), count, total in zip(loss.terms, counts, totals, strict=True):
         seed = divide(weight, count)
         seed = seed if scale is None else seed * scale
-        found.append(seed.astype(mean.total.dtype))
-    return found
+        of_totals.append(seed.astype(mean.total.dtype))
+        if total is not None:
+            of_counts.append((-seed * divide(total, count)).astype(count.dtype))
+    return of_totals, of_counts
 
 
 def over_devices(means: Means) -> Means:
     """Sums totals and counts over all devices; weights are the same on each."""
-    add_up = functools.partial(lax.psum, axis_name=manual_axes())
-    return means._map(lambda mean: Mean(add_up(mean.total), add_up(mean.count)))
+    axes = manual_axes()
+    return means._map(
+        lambda mean: Mean(add_up(mean.total, axes), add_up(mean.count, axes))
+    )

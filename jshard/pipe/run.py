@@ -13,6 +13,7 @@ from jshard.errors import UserError
 from jshard.fsdp.accumulate import Micro
 from jshard.fsdp.mesh import PIPE, manual_axes
 from jshard.fsdp.state import ModelArrays
+from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Loss, Mean, seeds
 from jshard.pipe.call import Split, split_program
@@ -50,7 +51,7 @@ def pipelined(
         shapes,
         params,
         jax.tree.leaves(arrays.frozen),
-        seeds(Loss(tuple(terms)), counts, scale),
+        seeds(Loss(tuple(terms)), counts, [None] * len(counts), scale)[0],
     )
     grads, (means, metrics) = stage.scan((states, *micro), jax.tree.leaves(dtypes))
     # Only the last stage has them.
@@ -89,5 +90,5 @@ def _without_layers(
         return merge_state(state, found[1], last=index == last), (state, *found[0])
 
     after, (states, weights, counts) = lax.scan(one, arrays.model_state, micro)
-    counts = [lax.psum(jnp.sum(count, axis=0), manual_axes()) for count in counts]
+    counts = [add_up(sum_of(count), manual_axes()) for count in counts]
     return states, [weight[0] for weight in weights], counts, after

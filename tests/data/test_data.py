@@ -193,7 +193,8 @@ def test_without_weights_sums_over_batches_are_sums_over_the_examples_all_the_sa
         lengths.add(len(pairs))
         for factor, batch in pairs:
             assert x(batch).shape == (per_process,)
-            total += factor * np.sum(np.stack([x(batch) ** 2, 0 * x(batch) + 1]), 1)
+            sums = np.sum(np.stack([x(batch) ** 2, 0 * x(batch) + 1]), 1)
+            total += float(factor) * sums
     rows = np.arange(min(count, batch_size * (max_batches or count)))
     np.testing.assert_allclose(total, [np.sum(rows**2), len(rows)], rtol=1e-12)
     assert len(lengths) == 1  # on every process

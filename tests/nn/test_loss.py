@@ -12,6 +12,7 @@ from flax import nnx
 
 import jshard
 from jshard import Mean
+from jshard.nn.count import exact
 from jshard.nn.loss import Loss, seeds
 
 
@@ -140,11 +141,20 @@ def test_a_batch_is_subtracted_by_the_factor_minus_1():
 def test_the_seed_of_a_total_is_its_weight_by_its_global_count():
     low = Mean(jnp.float16(3), jnp.float16(1))
     loss = Loss(((2.0, Mean(jnp.ones(()), 1.0)), (3.0, low)))
-    counts = [jnp.asarray(8.0), jnp.asarray(0.0)]
-    assert list(map(float, seeds(loss, counts, None))) == [0.25, 0]
-    scaled = seeds(loss, [counts[0], jnp.asarray(6.0)], jnp.asarray(4.0))
+    counts, trained = [jnp.asarray(8.0), jnp.asarray(0.0)], [None, None]
+    found, none = seeds(loss, counts, trained, None)
+    assert (list(map(float, found)), none) == ([0.25, 0], [])
+    scaled, _ = seeds(loss, [counts[0], exact(6)], trained, jnp.asarray(4.0))
     assert list(map(float, scaled)) == [1, 2]
     assert [x.dtype for x in scaled] == [jnp.float32, jnp.float16]
+
+
+def test_the_seed_of_a_trained_count_is_that_of_a_quotient():
+    loss = Loss(((1.0, Mean(jnp.ones(()), 1)), (3.0, Mean(jnp.ones(()), 1.0))))
+    counts, totals = [exact(2), jnp.asarray(4.0)], [None, jnp.asarray(8.0)]
+    of_totals, of_counts = seeds(loss, counts, totals, jnp.asarray(2.0))
+    assert list(map(float, of_totals)) == [1, 1.5]
+    assert list(map(float, of_counts)) == [-3]  # -2 * 3 * 8 / 4**2
 
 
 def test_means_of_nothing_are_no_loss_of_zero():
