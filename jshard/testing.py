@@ -13,6 +13,7 @@ from flax import nnx
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import make_mesh
 from jshard.fsdp.policy import Policy
+from jshard.nn.loss import as_loss
 
 # The gradient of a parameter may be nothing but rounding (a bias before a norm's mean):
 # it is measured against this part of the largest gradient at least.
@@ -32,8 +33,10 @@ def check_step(
     """Checks that loss and gradients of a step are those of a single device.
 
     The model is made twice, with the same values: sharded as ``fsdp`` says, and on the
-    first device of its mesh, with no other knob of the policy than its precisions. It
-    is for small models, in one process; in float64 rounding hides nothing.
+    first device of its mesh. There the reference is JAX's own gradient of the loss,
+    ``loss_fn(model, batch).compute()``; if the policy has precisions, it is jshard's
+    step with these alone. It is for small models, in one process; in float64 rounding
+    hides nothing.
 
     Args:
       fsdp: the mesh and policy to check.
@@ -62,7 +65,8 @@ def check_step(
     )
     given = (make_model, loss_fn, batch, seed, wrt)
     loss, grads = _loss_and_grads(fsdp, *given)
-    wanted, wanted_grads = _loss_and_grads(alone, *given)
+    plain = alone.policy == Policy()
+    wanted, wanted_grads = (_of_jax if plain else _loss_and_grads)(alone, *given)
     chex.assert_trees_all_equal_shapes(grads, wanted_grads)
     largest = {name: float(np.max(np.abs(g))) for name, g in wanted_grads.items()}
     least = _SMALLEST * max(largest.values(), default=0.0) or 1.0
@@ -93,11 +97,35 @@ def _loss_and_grads(
         warnings.filterwarnings("ignore", "mesh: tensor: is '.*' linear in sums")
         step = fsdp.train_step(loss_fn, keep)
         state, metrics = step(state, fsdp.shard_batch(batch))
-    grads = jax.tree_util.tree_leaves_with_path(fsdp.fetch(state.opt_state.trace))
+    return float(metrics["loss"]), _named(fsdp.fetch(state.opt_state.trace))
+
+
+def _of_jax(
+    alone: FSDP, make_model: Any, loss_fn: Any, batch: Any, seed: int, wrt: Any
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Returns what ``_loss_and_grads`` does, without a step of jshard."""
+    state = alone.init(make_model, optax.identity(), seed=seed, wrt=wrt)
+    model = alone.model(state)
+    model.train()
+    graphdef, params, rest = nnx.split(model, wrt, ...)
+    batch = alone.shard_batch(batch)
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(params: nnx.State) -> jax.Array:
+        result = loss_fn(nnx.merge(graphdef, params, rest, copy=True), batch)
+        return as_loss(result[0] if isinstance(result, tuple) else result).compute()
+
+    loss, grads = run(params)
+    return float(loss), _named(grads)
+
+
+def _named(grads: Any) -> dict[str, np.ndarray]:
     named = {
-        jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in grads
+        jax.tree_util.keystr(path, simple=True, separator="."): x
+        for path, x in jax.tree_util.tree_leaves_with_path(grads)
     }
-    return float(metrics["loss"]), {
+    return {
         name.removesuffix(".value"): np.asarray(x, np.float64)
         for name, x in named.items()
     }

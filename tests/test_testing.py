@@ -11,7 +11,9 @@ from flax import nnx
 from jax import lax
 
 import jshard
+from jshard.fsdp import step
 from jshard.fsdp.mesh import TENSOR, sequence_axes
+from jshard.nn import loss
 from jshard.testing import check_step
 
 
@@ -88,6 +90,15 @@ def check(make, policy=None, **mesh):
 )
 def test_a_right_model_passes_on_any_mesh_and_policy(policy, mesh):
     check(Block, policy, **mesh)
+
+
+def test_the_reference_is_the_gradient_of_jax(monkeypatch):
+    """A fault that jshard had on one device, too, would not show beside itself."""
+    seeds = loss.seeds
+    twice = lambda *args: jax.tree.map(lambda x: 2 * x, seeds(*args))
+    monkeypatch.setattr(step, "seeds", twice)
+    with pytest.raises(AssertionError, match=r"the gradient of 'blocks\..*' differs"):
+        check(Block)
 
 
 def test_a_wrong_model_fails_and_the_worst_parameter_is_named():
