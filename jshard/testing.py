@@ -13,6 +13,7 @@ from flax import nnx
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import make_mesh
 from jshard.fsdp.policy import Policy
+from jshard.fsdp.step import decide_for_training
 from jshard.nn.loss import as_loss
 
 # The gradient of a parameter may be nothing but rounding (a bias before a norm's mean):
@@ -106,7 +107,7 @@ def _of_jax(
     """Returns what ``_loss_and_grads`` does, without a step of jshard."""
     state = alone.init(make_model, optax.identity(), seed=seed, wrt=wrt)
     model = alone.model(state)
-    model.train()
+    decide_for_training(model)
     graphdef, params, rest = nnx.split(model, wrt, ...)
     batch = alone.shard_batch(batch)
 

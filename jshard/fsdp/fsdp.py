@@ -143,7 +143,9 @@ class FSDP:
 
         Args:
           model: a model with full arrays, in numpy or on devices of this process; the
-            same in each process.
+            same in each process. Its modules stay in their modes: after
+            ``model.eval()``, call ``model.train()`` for what is to drop values and to
+            normalise by the batch.
           optimizer: any optax transformation.
           wrt: an NNX filter that selects the parameters to train, such as
             ``nnx.LoRAParam``. The other parameters are sharded and stay as they are.

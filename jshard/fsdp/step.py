@@ -69,12 +69,12 @@ def build(
 
     Types in ``units`` become Units, and modules at the paths of ``tensor_parallel`` are
     called within that function. In training the policy may make the root a unit, too
-    (``reshard_root``); otherwise it is gathered here.
+    (``reshard_root``); otherwise it is gathered here. Modules train as they were given.
     """
     model = nnx.merge(graphdef, *arrays, copy=True)
     own_containers(model)
     if training:
-        model.train()
+        decide_for_training(model)
     else:
         model.eval()
     make_parallel(model, tensor_parallel)
@@ -83,6 +83,17 @@ def build(
     if not training or layout.policy.reshard_root is False:
         gather_root(model)
     return model
+
+
+def decide_for_training(model: nnx.Module) -> None:
+    """Sets the modes that nobody set, like those of ``nnx.MultiHeadAttention``.
+
+    Others stay: frozen statistics, or a backbone after ``.eval()``.
+    """
+    for _, module in nnx.iter_modules(model):
+        for mode in ("deterministic", "use_running_average"):
+            if getattr(module, mode, False) is None:
+                setattr(module, mode, False)
 
 
 # What is jitted: global arrays.

@@ -135,7 +135,10 @@ class TrainedModel:
         return job.fsdp, start_from(found, abstract_state, job.initial_state)
 
     def load_whole(self, device: Any) -> nnx.Module:
-        """Reads the weights to one device; returns the model in eval mode."""
+        """Reads the weights to one device; returns the model in eval mode.
+
+        Before ``FSDP.from_model``, ``model.train()`` lets it drop values again.
+        """
         fsdp, state = self.load([device])
         model = fsdp.model(state)
         model.eval()

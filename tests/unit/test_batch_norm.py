@@ -76,6 +76,31 @@ def test_batch_norm_is_that_of_the_whole_batch(model):
     check_run(model)
 
 
+class Frozen(Normed):
+    """Trains with the averages that it has, and drops nothing."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm.mean.set_value(jnp.ones(WIDTH))
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.eval()
+
+    def __call__(self, x):
+        return self.drop(super().__call__(x))
+
+
+class OverFrozen(nnx.Module):
+    def __init__(self, rngs):
+        self.backbone, self.head = make_stack(Frozen, rngs), Normed(rngs)
+
+    def __call__(self, x):
+        return self.head(self.backbone(x))
+
+
+def test_what_is_in_eval_mode_stays_in_it_and_what_is_not_trains():
+    check_run(OverFrozen)
+
+
 def test_so_it_is_where_the_axes_are_named():
     compare(run(as_unit(NormedOverAxes)), plain_run(as_unit(Normed)))
 
