@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
+from jshard.errors import UserError
 from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import step
 from jshard.fsdp.checks import (
@@ -112,7 +113,7 @@ class FSDP:
         Args:
           make_model: makes the model from random streams.
           optimizer: any optax transformation.
-          seed: the seed of the random streams.
+          seed: the seed of the random streams, from 0 to 2**32 - 1.
           wrt: an NNX filter that selects the parameters to train.
           frozen: that field of ``abstract_state``, with arrays to take in place of
             initial values.
@@ -122,6 +123,8 @@ class FSDP:
             policy matches no module, or the memory is too small for the state.
         """
         create = self._creator(from_seed(make_model), optimizer, wrt)
+        if not 0 <= seed < 2**32:
+            raise UserError(f"seed={seed}: give a whole number from 0 to 2**32 - 1")
         seed_array = jnp.asarray(seed, jnp.uint32)
         abstract = self._abstract(create, seed_array)
         check_capacity(abstract, self.mesh.local_devices)
@@ -306,7 +309,8 @@ class FSDP:
 
         Raises:
           UserError: the number of examples is not divisible by the mesh's devices, or
-            the sequence length is not divisible by "context".
+            the sequence length is not divisible by "context"; or a field is no array
+            of numbers (text, objects, a list).
         """
         return split_batch(local_batch, self.mesh)
 

@@ -5,6 +5,7 @@ key, is the same for every example: each device and micro-batch has it.
 """
 
 import math
+from numbers import Number
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jshard.fsdp.mesh import (
 def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:
     """Makes the global arrays of ``FSDP.shard_batch``; ``shard_examples`` if whole."""
     _, parts = rows_of_process(mesh, whole=whole)
+    check_fields(local_batch)
     check_batch(local_batch, mesh, parts=parts, whole=whole)
 
     def put(x: Any, spec: PartitionSpec) -> jax.Array:
@@ -44,6 +46,25 @@ def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:
         return jax.make_array_from_process_local_data(sharding, x, shape)
 
     return jax.tree.map(put, local_batch, batch_specs(local_batch, mesh, whole=whole))
+
+
+def check_fields(batch: Any) -> None:
+    """Raises UserError for what is no array of numbers, by the field's name."""
+    lists = lambda x: isinstance(x, list) and all(isinstance(y, Number) for y in x)
+    for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=lists):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        field = f"batch field {name!r}" if name else "batch"
+        if isinstance(x, list):
+            raise UserError(
+                f"{field} is a list of {len(x)} numbers, that many scalars; "
+                "make it an array (np.asarray)"
+            )
+        dtype = x.dtype if isinstance(x, jax.Array) else np.asarray(x).dtype
+        if isinstance(dtype, np.dtype) and (dtype.kind in "OSUmM" or dtype.fields):
+            raise UserError(
+                f"{field} has the dtype {dtype}, which devices do not compute with; "
+                "leave it out of what shard_batch is given"
+            )
 
 
 def batch_specs(batch: Any, mesh: Any, *, whole: bool = False) -> Any:

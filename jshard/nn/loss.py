@@ -5,7 +5,7 @@ import functools
 import numbers
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ class _Sum:
     """The operators of weighted sums of Means."""
 
     def __mul__(self, weight: Any) -> "Loss":
+        if isinstance(weight, _Sum):
+            self._refuse("multiplies a Mean by another")
         return Loss(tuple((weight * w, mean) for w, mean in as_loss(self).terms))
 
     def __rmul__(self, weight: Any) -> "Loss":
@@ -33,6 +35,16 @@ class _Sum:
                 "global yet; divide by a number"
             )
         return self * (1 / divisor)
+
+    def __pow__(self, exponent: Any) -> "Loss":
+        self._refuse(f"raises a Mean to the power {exponent}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UserError(
+            f"loss_fn {what}, whose total and count are not global yet; do that with "
+            "what the step returns (metrics['loss'] ** 0.5), or train on a function of "
+            "jshard.pmean((total, count)) as jshard.Mean(value, 1)"
+        )
 
     def __neg__(self) -> "Loss":
         return self * -1.0

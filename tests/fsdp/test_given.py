@@ -107,3 +107,10 @@ def test_units_that_are_no_module_types_are_refused(units, message):
     with pytest.raises(jshard.UserError, match=message) as error:
         jshard.FSDP(make_mesh(1, 8), units=units)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_one_line(seed):
+    fsdp = jshard.FSDP(jshard.make_mesh())
+    with pytest.raises(jshard.UserError, match=f"seed={seed}: give a whole number"):
+        fsdp.init(lambda rngs: nnx.Linear(2, 2, rngs=rngs), optax.sgd(1.0), seed=seed)

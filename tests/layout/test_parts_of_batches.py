@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -13,6 +14,7 @@ from jshard.layout import batch as module
 from jshard.layout.batch import (
     abstract_batch,
     check_batch,
+    check_fields,
     divisor_of_examples,
     nearest,
     rows_of_process,
@@ -170,3 +172,27 @@ def test_an_abstract_batch_is_that_of_all_processes(monkeypatch):
     shapes = jax.tree.map(lambda x: x.shape, both)
     assert shapes == {"x": (16, 3), "seed": (), "global": (16, 3)}
     assert both["global"].sharding == NamedSharding(mesh, P(("replica", "fsdp")))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"name": np.array(["a"] * 8)}, "batch field 'name' has the dtype <U1"),
+        ({"o": {"p": np.array([None] * 8)}}, "batch field 'o.p' has the dtype object"),
+        ({"t": np.zeros(8, "datetime64[s]")}, "batch field 't' has the dtype datetime"),
+        ({"y": [0.5] * 8}, "batch field 'y' is a list of 8 numbers"),
+        (["a"] * 8, "batch field '0' has the dtype <U1"),
+    ],
+)
+def test_fields_that_are_no_arrays_of_numbers_are_refused_by_name(batch, message):
+    with pytest.raises(jshard.UserError) as error:
+        split_batch(batch, across([0] * 4, fsdp=4))
+    assert message in str(error.value)
+
+
+def test_numbers_of_any_dtype_keys_and_scalars_are_fields():
+    narrow = [np.zeros(8, dtype) for dtype in (bool, np.uint8, np.float16)]
+    keys = jax.random.split(jax.random.key(0), 8)
+    scalars = {"beta": 0.5, "pair": (1, 2)}
+    batch = {"x": narrow, "keys": keys, "b": jnp.zeros(8, jnp.bfloat16), **scalars}
+    check_fields(batch | {"none": None, "eight": np.zeros(8, jnp.float8_e4m3fn)})

@@ -100,6 +100,12 @@ def test_dividing_by_a_mean_is_an_error(divide):
         divide(Mean(1.0, 2.0))
 
 
+@pytest.mark.parametrize("misuse", [lambda m: m**0.5, lambda m: m * m])
+def test_what_is_no_sum_says_what_to_write(misuse):
+    with pytest.raises(jshard.UserError, match=r"metrics\['loss'\] \*\* 0\.5"):
+        misuse(Mean(1.0, 2.0))
+
+
 def test_adding_a_plain_number_to_a_loss_is_an_error():
     with pytest.raises(jshard.UserError, match="float"):
         _ = Mean(1.0, 2.0) + 1.5
