@@ -103,12 +103,18 @@ def orpo(
     """
     chosen = policy.chosen / policy.chosen_length
     rejected = policy.rejected / policy.rejected_length
-    log_odds = chosen - rejected
-    log_odds -= jax.nn.log1mexp(-chosen) - jax.nn.log1mexp(-rejected)
+    log_odds = _log_odds(chosen) - _log_odds(rejected)
     ratio = _mean(-jax.nn.log_sigmoid(log_odds))
     metrics = rewards(beta * chosen, beta * rejected)
     metrics |= {"chosen_loss": chosen_texts}
     return chosen_texts + beta * ratio, metrics
+
+
+def _log_odds(log_p: jax.Array) -> jax.Array:
+    """Returns ``log(p / (1 - p))``, without a gradient where p rounds to 1."""
+    # The odds of 1 are infinite, and so would be the gradient.
+    log_p = jnp.minimum(log_p, -jnp.finfo(log_p.dtype).eps)
+    return log_p - jax.nn.log1mexp(-log_p)
 
 
 def rewards(chosen: jax.Array, rejected: jax.Array) -> dict[str, Mean]:
