@@ -45,6 +45,7 @@ def once_checked(
         policy names an activation that there is none of.
     """
     _check_names(traced.jaxpr, layout.policy)
+    _check_shards(traced.jaxpr, layout, arrays, inputs)
     differs = differing(traced.jaxpr, layout, arrays, inputs)
     _, _, of_weights, of_state = jax.tree.unflatten(jax.tree.structure(shapes), differs)
     if any(of_weights):
@@ -119,6 +120,51 @@ def _check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:
             "(with jax.ad_checkpoint.checkpoint_name); named are: "
             f"{', '.join(sorted(found)) or 'none'}"
         )
+
+
+def _check_shards(
+    jaxpr: core.Jaxpr, layout: Layout, arrays: ModelArrays, inputs: tuple
+) -> None:
+    """Checks that no shard is mixed with a device's own examples before its gather.
+
+    A device's gradient would be masked or scaled by what another device has: a
+    ``lax.cond`` with a predicate for each example, under ``jax.vmap``, selects its
+    operands by its predicate, and an operand may be a shard.
+
+    Raises:
+      UserError: such a shard is gathered.
+    """
+    axes = [axis for axis in manual_axes() if lax.axis_size(axis) > 1]
+    of_axis = {axis: 1 << i for i, axis in enumerate(axes)}
+    own = union(list(of_axis.values()))
+    paths = [path for part in arrays[:2] for path, _ in nnx.to_flat_state(part)]
+    shards = [of_axis.keys() & layout.places[path].differs_over() for path in paths]
+    bits = [bool(shard) << len(axes) + i for i, shard in enumerate(shards)]
+    bits += [0] * len(jax.tree.leaves(arrays.model_state))
+    bits += [own if np.ndim(x) else 0 for x in jax.tree.leaves(inputs)]
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        if eqn.primitive.name == "optimization_barrier":
+            return entering
+        if eqn.primitive.name not in jaxprs.COLLECTIVES:
+            return None
+        for x in entering if eqn.primitive.name.startswith("all_gather") else ():
+            if x & own and x > own:
+                path = paths[(x >> len(axes)).bit_length() - 1]
+                module, _, weight = ".".join(map(str, path)).rpartition(".")
+                raise UserError(
+                    f"{line_of(eqn)}: the weight {weight!r} of {module!r} "
+                    "is gathered after its shard was combined with a device's own "
+                    "examples (jax.lax.cond or switch with a predicate for each "
+                    "example, under jax.vmap, does that); gather it before: full = "
+                    "jshard.gathered(module), and call that inside"
+                )
+        summed = union([of_axis.get(axis, 0) for axis in axes_of(eqn)])
+        if eqn.primitive.name in ("all_to_all", "ppermute", "ragged_all_to_all"):
+            summed = 0
+        return [union(entering) & own & ~summed] * len(eqn.outvars)
+
+    dependencies(jaxpr, bits, rule)
 
 
 def names_in(jaxpr: core.Jaxpr) -> Iterator[str]:
