@@ -83,9 +83,9 @@ def test_neighbours_share_a_byte_the_first_its_low_bits(dim):
     first, second = (np.take(codes, range(i, codes.shape[dim], 2), dim) for i in (0, 1))
     np.testing.assert_array_equal(packed, first + 16 * second)
     np.testing.assert_array_equal(float4.unpack(packed, dim), codes)
-    default = float4.unpack(float4.pack(jnp.asarray(codes)))
-    np.testing.assert_array_equal(default, codes)
-    assert float4.pack(jnp.asarray(codes)).shape == (4, 3)
+    stacked = jnp.asarray(codes)[None]
+    np.testing.assert_array_equal(float4.unpack(float4.pack(stacked)), stacked)
+    assert float4.pack(stacked).shape == (1, 4, 3)
 
 
 def test_the_largest_is_that_of_magnitudes_and_not_a_number_if_one_is_not():

@@ -72,7 +72,7 @@ def best_fit(length: np.ndarray, T: int, most: int = 0) -> np.ndarray:
     """
     row = np.zeros(len(length), np.int64)
     documents: list[int] = []  # of each row
-    rows_with: list[list[int]] = [[] for _ in range(T + 1)]  # by free places
+    rows_with: list[list[int]] = [[] for _ in range(T)]  # by free places
     free = 0  # bit i: there is a row with i free places
     for document in np.argsort(-length, kind="stable").tolist():
         size = int(length[document])
