@@ -133,6 +133,7 @@ FEW = {
     ),
     "one scatter of tied weights": Case(
         mesh=(4, 2),
+        optimizer="sgd",
         first_k=1,
         defer=True,
         accumulate=2,
@@ -205,6 +206,7 @@ def test_float16_with_a_loss_scale_follows_the_plain_run(prefetch):
     policy = jshard.Policy(
         precision=precision,
         loss_scale=True,
+        remat="none",
         accumulate=2,
         prefetch=prefetch,
         min_shard_elements=0,

@@ -147,6 +147,7 @@ def test_products_with_weights_alone_are_computed_again_by_full_remat(
         SIZES,
         plain=plain,
         examples=8 * EXAMPLES,
+        optimizer=optax.sgd(0.1),
     )
     blocks, head = split(hlo.dots(hlo.compile(lowered).as_text()), SIZES.vocab)
     tokens = EXAMPLES * SIZES.length
