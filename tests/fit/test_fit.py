@@ -168,7 +168,7 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
 @pytest.mark.quick("accumulate")
 @pytest.mark.parametrize(("key", "value"), [("accumulate", 8), ("remat", "full")])
 def test_a_key_that_is_given_stays(recipe, key, value):
-    found, _ = pick(recipe, 14 * 2**20, **{f"policy__{key}": value})
+    found, _ = pick(recipe, ENOUGH, **{f"policy__{key}": value})
     assert found.config.policy[key] == value
     assert "fit" not in chosen(found.config)
 

@@ -117,7 +117,7 @@ def test_what_is_read_outside_of_its_unit_is_the_full_value(mesh, module):
     state = fsdp.from_model(filled(lambda: wrapped(module)(nnx.Rngs(0))), TX)
     step = fsdp.train_step(loss_fn, TX)
     plain = nnx.to_pure_dict(fsdp.fetch(state.params))
-    update, opt_state = make_update(TX), TX.init(plain)
+    update, opt_state = make_update(TX), jax.jit(TX.init)(plain)
 
     @jax.jit
     @jax.value_and_grad

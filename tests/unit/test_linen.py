@@ -92,7 +92,8 @@ class Stacked(Wrapped):
 
 def linen_variables(params: nnx.State) -> Any:
     """The parameters of Wrapped or Stacked in Transformer's tree."""
-    values = nnx.to_pure_dict(params)
+    # Of NumPy: JAX compiles a program for each index.
+    values = jax.device_get(nnx.to_pure_dict(params))
     blocks = values.pop("blocks")
     if 0 in blocks:
         layers = [blocks[i] for i in range(LAYERS)]
@@ -123,7 +124,7 @@ def test_a_linen_transformer_trains_as_on_one_device_with_linen_alone(model, mes
     state = fsdp.from_model(filled(lambda: model(nnx.Rngs(0))), TX)
     step = fsdp.train_step(loss_fn, TX)
     plain = linen_variables(fsdp.fetch(state.params))
-    update, opt_state = make_update(TX), TX.init(plain)
+    update, opt_state = make_update(TX), jax.jit(TX.init)(plain)
 
     @jax.jit
     @jax.value_and_grad

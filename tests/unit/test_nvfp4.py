@@ -261,7 +261,7 @@ def test_formats_of_all_kinds_meet_in_a_layer():
         "layers.general": {"precision": jshard.Precision()},
     }
     policy = jshard.Policy(
-        precision=NVFP4, overrides=overrides, min_shard_elements=0, remat="none"
+        precision=NVFP4, overrides=overrides, min_shard_elements=0, remat="dots"
     )
     fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:2]), policy)
     program, params, grads, loss = stepped(fsdp)
