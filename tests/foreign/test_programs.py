@@ -55,11 +55,11 @@ def x64_of_all_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-# What computes on the host, branches and what is jitted, on 2, 3 and 8 devices. Arrays
-# in no Variable are below. Loops and the exact GELU are in
-# tests/unit/test_foreign_layers.py, too, effects in tests/unit/test_effects.py,
-# convolutions in tests/recipes.
-DEFAULT = ("pure-callback", "branch", "jit")
+# What computes on the host and what is jitted, on 3 and 2 devices. Arrays in no
+# Variable are below. Branches, loops and the exact GELU are in
+# tests/unit/test_foreign_layers.py, too, units in branches in tests/unit/test_equal.py,
+# effects in tests/unit/test_effects.py, convolutions in tests/recipes.
+DEFAULT = ("pure-callback", "jit")
 
 
 @pytest.mark.quick(*(case(name, *PROGRAMS[name].default) for name in DEFAULT))
