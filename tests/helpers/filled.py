@@ -23,7 +23,7 @@ def filled(make: Callable[[], Any], spread: float = 0.3) -> Any:
         like = variable.get_value()
         if isinstance(variable, nnx.Param):
             values = (path[-1] == "scale") + spread * rng.standard_normal(like.shape)
-            variable.set_value(jnp.asarray(values, like.dtype))
+            variable.set_value(jnp.asarray(values.astype(like.dtype)))
         elif jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             data = rng.integers(2**32, size=(*like.shape, 2), dtype=np.uint32)
             variable.set_value(jax.random.wrap_key_data(jnp.asarray(data)))
