@@ -217,7 +217,7 @@ def test_layers_do_what_their_stack_does():
         def __init__(self, rngs):
             self.stack = jshard.Stack(lambda rngs: Layer(rngs), 3, rngs=rngs)
 
-    model = Model(nnx.Rngs(0))
+    model = filled(lambda: Model(nnx.Rngs(0)))
     plain: nnx.Module = without_stacks(model)
     assert isinstance(plain.stack, Layers)  # pyright: ignore[reportAttributeAccessIssue]
     x = jnp.ones((2, 4))
