@@ -33,7 +33,10 @@ from resumable import train as train_recipe
 pytestmark = pytest.mark.usefixtures("compiled_once")
 STEPS = 12
 # An optimizer with a state, whose step is soon compiled.
-ADAM, MOMENTUM = "optax.adamw(learning_rate(config))", "optax.sgd(learning_rate(config), 0.9)"
+ADAM, MOMENTUM = (
+    "optax.adamw(learning_rate(config))",
+    "optax.sgd(learning_rate(config), 0.9)",
+)
 assert ADAM in WITH_ADAM
 RECIPE = WITH_ADAM.replace(ADAM, MOMENTUM)
 train = functools.partial(train_recipe, recipe=RECIPE)
