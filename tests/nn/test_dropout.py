@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 
 EXAMPLES, WIDTH, STEPS = 8, 4, 3
 BATCH = {
@@ -91,7 +92,8 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
     policy = jshard.Policy(min_shard_elements=0, **knobs)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), policy)
     optimizer = optax.sgd(0.0)
-    state = fsdp.init(lambda rngs: Model(kind, rngs), optimizer)
+    make = lambda: Model(kind, nnx.Rngs(0))
+    state = fsdp.from_model(filled(make), optimizer)
     step = fsdp.train_step(loss_fn, optimizer)
     batch, seen = fsdp.shard_batch(BATCH), []
     for _ in range(STEPS):

@@ -86,7 +86,7 @@ def test_what_is_sharded_is_where_the_policy_says(offload):
 
 def trace(tx: Any, policy: jshard.Policy) -> Any:
     fsdp = make_fsdp(policy)
-    state = fsdp.abstract_state(make_decoder(Sizes(layers=3)), tx)
+    state = fsdp.abstract_state(make_decoder(Sizes(layers=2)), tx)
     tokens = jax.ShapeDtypeStruct((8, 8), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
     return fsdp.train_step(loss_fn, tx).trace(state, batch)
@@ -184,7 +184,7 @@ def test_an_update_not_known_to_keep_layers_apart_is_an_error_that_says_what_to_
 
 
 def test_a_mask_that_depends_on_the_number_of_layers_is_an_error():
-    mask = lambda params: jax.tree.map(lambda p: p.shape[0] == 3, params)
+    mask = lambda params: jax.tree.map(lambda p: p.shape[0] == 2, params)
     with pytest.raises(UserError, match=r"chooses otherwise in one layer of a Stack"):
         trace(optax.adamw(1e-3, mask=mask), make_policy("optimizer"))
 

@@ -35,9 +35,9 @@ class Dense(nnx.Module):
     """A layer whose initial values compile in no time."""
 
     def __init__(self, width: int, hidden: int, dtype: Any):
-        grid = jnp.arange(width * hidden, dtype=dtype).reshape(width, hidden)
-        self.kernel = nnx.Param(jnp.sin(grid) / 4)
-        self.bias = nnx.Param(jnp.linspace(-1, 1, width, dtype=dtype))
+        grid = np.arange(width * hidden).reshape(width, hidden)
+        self.kernel = nnx.Param(jnp.asarray(np.sin(grid) / 4, dtype))
+        self.bias = nnx.Param(jnp.asarray(np.linspace(-1, 1, width), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(x @ self.kernel[...]) @ self.kernel[...].T + self.bias[...]
