@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import hlo
 import jshard
 import parity
+from filled import filled
 from jshard.layout.layer_dims import layer_dims
 from jshard.optim.whole_layers import sharded_update
 
@@ -146,7 +147,7 @@ def test_extra_arguments_reach_every_layer(sharded, with_params):
     devices = jax.devices()[: 8 if sharded else 1]
     fsdp = jshard.FSDP(jshard.make_mesh(devices=devices), POLICY)
     tx = optax.chain(optax.identity(), jshard.optim.per_layer(times_value()))
-    state = fsdp.init(Model, tx)
+    state = fsdp.from_model(Model(nnx.Rngs(0)), tx)
     got, _ = update_on(fsdp, tx)(
         state.params,
         state.opt_state,
@@ -177,7 +178,8 @@ def make_stack(layers: int, shape: tuple[int, ...]) -> Any:
 def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
     tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
-    state = fsdp.init(make_stack(layers, (WIDTH, WIDTH)), tx)
+    make = make_stack(layers, (WIDTH, WIDTH))
+    state = fsdp.from_model(filled(lambda: make(nnx.Rngs(0))), tx)
     args = (state.params, state.opt_state, state.params)
     update = update_on(fsdp, tx).lower(*args).compile()
     check_close(unstacked(update(*args)[0]), muon_updates(state.params))

@@ -264,7 +264,7 @@ def test_modules_named_by_path_are_split_without_an_edit():
     for _ in range(2):
         state, metrics = step(state, fsdp.shard_batch({"x": x}))
         loss, grads = whole(params)
-        params = jax.tree.map(lambda p, g: p - g, params, grads)
+        params = jax.tree.map(lambda p, g: np.subtract(p, g), params, grads)
         assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-9)
     found = parity.by_path(fsdp.fetch(state.params))
     assert parity.worst(found, parity.by_path(params)) <= 1e-9
