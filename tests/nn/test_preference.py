@@ -153,7 +153,9 @@ class Small(nnx.Module):
 def waves(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
     """Initial values that compile in no time."""
     del key
-    return jnp.sin(jnp.arange(shape[0] * shape[1], dtype=dtype) ** 2).reshape(shape)
+    return jnp.asarray(
+        np.sin(np.arange(shape[0] * shape[1]) ** 2).reshape(shape), dtype
+    )
 
 
 MODELS: dict[str, Any] = {"small": Small, "llama": Llama}
@@ -232,7 +234,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
         str(n): lambda n=n: jshard.make_mesh(devices=jax.devices()[:n])
         for n in (1, 2, 3, 4, 6, 8)
     },
-    "context": lambda: jshard.make_mesh(context=2),
+    "context": lambda: jshard.make_mesh(replica=2, context=2),
     "tensor": lambda: jshard.make_mesh(tensor=2),
     "replica": lambda: jshard.make_mesh(replica=2),
 }
