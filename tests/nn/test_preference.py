@@ -56,6 +56,13 @@ def test_dpo_is_its_formula(x64, smoothing, length_normalized):
     assert got == pytest.approx(means, rel=1e-12)
 
 
+def test_preferences_are_taken_for_right_and_answers_for_whole():
+    given = answers(POLICY), answers(REFERENCE)
+    plain, _ = dpo(*given, beta=0.3)
+    said, _ = dpo(*given, beta=0.3, label_smoothing=0.0, length_normalized=False)
+    assert plain.compute() == said.compute()
+
+
 def test_orpo_is_its_formula(x64):
     texts = jshard.Mean(jnp.asarray(30.0), 10)
     loss, metrics = orpo(answers(POLICY), texts, beta=0.2)

@@ -106,6 +106,12 @@ def test_each_matrix_goes_to_its_owner_and_back_and_nowhere_else(layers, rounds)
     assert {sum(a.size for a in c.results) for c in found} == {8 * 16}
 
 
+def test_what_no_device_has_a_part_of_stays_where_it_is():
+    mesh = jshard.make_mesh(fsdp=1, replica=8)
+    run, placed = sharded(lambda x, _: x, stack(8, (8, 16)), mesh)
+    assert "shard_map" not in str(run.trace(*placed).jaxpr)
+
+
 @pytest.mark.usefixtures("x64")
 def test_layers_of_layers_are_layers():
     args = stack(8, (8, 16))
