@@ -187,7 +187,7 @@ class Layers(nnx.Module):
 
 def train(fsdp: jshard.FSDP) -> tuple[Any, list]:
     rng = np.random.default_rng(0)
-    optimizer = optax.adamw(1e-2)
+    optimizer = optax.sgd(1e-2, momentum=0.9)
     state = fsdp.init(Layers, optimizer, seed=3)
     step = fsdp.train_step(
         lambda model, x: jshard.Mean(jnp.sum(model(x)[0]), x.size), optimizer

@@ -79,7 +79,7 @@ def test_a_state_comes_back_bit_for_bit_where_it_was(offload, replica, tmp_path)
 
 def test_frozen_parameters_are_kept_beside_adapters(tmp_path):
     fsdp, tx = jshard.FSDP(jshard.make_mesh()), optax.sgd(0.1)
-    state = fsdp.init(Adapted, tx, wrt=nnx.LoRAParam)
+    state = make_state(fsdp.abstract_state(Adapted, tx, wrt=nnx.LoRAParam))
     copies = copies_of(tmp_path, fsdp, Adapted, tx, wrt=nnx.LoRAParam)
     keep(copies, state, 1)
     assert copies.find("it", [], 1).step == 1

@@ -104,7 +104,7 @@ def test_each_unit_gathers_once_a_pass_and_scatters_once(case, plain):
     check_counts(policy, reads, replica=case["replica"], plain=plain)
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow  # by default, those beside the gathers of one byte in test_wire.py
 @pytest.mark.parametrize("replica", [1, 2])
 def test_replicated_parameters_are_only_all_reduced(replica):
     # Norms and the bias of "up" are; the accumulated gradient travels once.
@@ -112,20 +112,21 @@ def test_replicated_parameters_are_only_all_reduced(replica):
     check_counts(policy, RECOMPUTED, replica=replica)
 
 
-@pytest.mark.quick("1")
+@pytest.mark.slow  # by default, that of a frozen layer and a trained one, below
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_stack_of_one_layer_is_gathered_twice_like_any(accumulate):
     sizes = dataclasses.replace(SIZES, layers=1)
     check_counts(policies(accumulate=accumulate), RECOMPUTED, sizes=sizes)
 
 
-@pytest.mark.quick("1-False")
+@pytest.mark.quick("1-1-False")  # a stack of one layer, which is like any
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_frozen_parameters_are_gathered_and_never_scattered(accumulate, plain):
+@pytest.mark.parametrize("layers", [1, 4])
+def test_frozen_parameters_are_gathered_and_never_scattered(layers, accumulate, plain):
     trained = nnx.All(nnx.Param, lambda path, _: "up" in path or "head" in path)
-    policy = policies(accumulate=accumulate)
-    check_counts(policy, RECOMPUTED, plain=plain, wrt=trained)
+    policy, sizes = policies(accumulate=accumulate), Sizes(layers=layers)
+    check_counts(policy, RECOMPUTED, plain=plain, sizes=sizes, wrt=trained)
 
 
 def test_frozen_layers_below_all_training_have_no_backward():

@@ -18,7 +18,9 @@ import jshard
 from decoder import policies
 from filled import filled
 from h100 import h100s
+from jshard.collectives.embedding import is_cheaper
 from jshard.fsdp.mesh import BATCH
+from jshard.layout.placement import Placement
 from parity import make_mesh
 
 VOCAB, WIDTH, BATCH_SIZE, TIME = 96, 16, 32, 8
@@ -242,17 +244,36 @@ def test_rows_and_their_gradients_travel_in_their_dtypes_and_add_up_in_float32(
     assert set(re.findall(r"= (\w+)\[\S+ scatter\(", text)) == {"f32"}
 
 
-@pytest.mark.quick("compute")
+@pytest.mark.parametrize(("devices", "exchanged"), [(1, False), (2, True), (8, True)])
+def test_a_few_rows_are_exchanged_unless_one_device_has_them_all(devices, exchanged):
+    found = []
+
+    def run(shard_VC, ids_T):
+        found.append(is_cheaper(shard_VC, Placement(-1), ids_T))
+        return ids_T
+
+    mesh = jshard.make_mesh(devices=jax.devices()[:devices])
+    specs = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+    args = jnp.ones((VOCAB, WIDTH)), jnp.arange(3)
+    jax.make_jaxpr(jax.shard_map(run, mesh=mesh, **specs))(*args)
+    assert found == [exchanged]
+
+
+@pytest.mark.quick("both")
 @pytest.mark.parametrize(
     "precision",
-    [jshard.Precision(compute="bfloat16"), jshard.Precision(gather="float16")],
-    ids=["compute", "gather"],
+    [
+        jshard.Precision(compute="bfloat16"),
+        jshard.Precision(gather="float16"),
+        jshard.Precision(compute="float16", gather="bfloat16"),
+    ],
+    ids=["compute", "gather", "both"],
 )
 def test_rows_have_the_values_of_a_gathered_table(precision):
     def rows(kind: type) -> np.ndarray:
         fsdp = jshard.FSDP(jshard.make_mesh(), policies(precision=precision))
         make = functools.partial(Model, kind=kind)
-        state = fsdp.init(make, optax.sgd(0.1))
+        state = fsdp.from_model(filled(lambda: make(nnx.Rngs(0))), optax.identity())
         predict = fsdp.predict_step(lambda model, batch: model(batch["tokens"]))
         got = predict(state, fsdp.shard_batch(random_batch()))
         assert got.dtype == (precision.compute or jnp.float32)

@@ -19,6 +19,16 @@ to_float4 = jax.jit(float4.to_float4, static_argnames="stochastic")
 from_float4 = jax.jit(float4.from_float4)
 exponents = jax.jit(quantized.exponents)
 bits_of = jax.jit(random_bits, static_argnums=(1, 2))
+words_of, folded = jax.jit(random_words), jax.jit(fold)
+pack = jax.jit(float4.pack, static_argnums=1)
+unpack = jax.jit(float4.unpack, static_argnums=1)
+largest_of = jax.jit(float4.largest, static_argnums=1)
+tensor_exponents = jax.jit(float4.tensor_exponents)
+block_scales = jax.jit(float4.block_scales)
+decoded_scales = jax.jit(float4.decoded_scales)
+power_of_two = jax.jit(quantized.power_of_two)
+spread = jax.jit(quantized.spread, static_argnums=1)
+to_float8 = jax.jit(quantized.to_float8, static_argnums=2)
 
 
 def test_codes_are_those_of_e2m1_ties_and_what_is_too_large_included():
@@ -67,7 +77,7 @@ def test_a_value_is_rounded_up_as_often_as_it_is_near_the_magnitude_above():
 def test_stochastic_codes_are_those_of_the_bits_of_position_and_value():
     x = np.random.default_rng(1).uniform(-6, 6, (4, 8)).astype(ml_dtypes.bfloat16)
     own = x.view(np.uint16).astype(np.uint32)
-    shares = np.asarray(random_words(jnp.asarray(own)), np.float64) / 2**32
+    shares = np.asarray(words_of(jnp.asarray(own)), np.float64) / 2**32
     size = np.abs(x.astype(np.float64))
     below = np.searchsorted(MAGNITUDES[1:-1], size, side="right")
     low, high = MAGNITUDES[below], MAGNITUDES[below + 1]
@@ -79,37 +89,37 @@ def test_stochastic_codes_are_those_of_the_bits_of_position_and_value():
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_neighbours_share_a_byte_the_first_its_low_bits(dim):
     codes = np.random.default_rng(0).integers(0, 16, (4, 6)).astype(np.uint8)
-    packed = float4.pack(jnp.asarray(codes), dim)
+    packed = pack(jnp.asarray(codes), dim)
     first, second = (np.take(codes, range(i, codes.shape[dim], 2), dim) for i in (0, 1))
     np.testing.assert_array_equal(packed, first + 16 * second)
-    np.testing.assert_array_equal(float4.unpack(packed, dim), codes)
-    default = float4.unpack(float4.pack(jnp.asarray(codes)))
-    np.testing.assert_array_equal(default, codes)
-    assert float4.pack(jnp.asarray(codes)).shape == (4, 3)
+    np.testing.assert_array_equal(unpack(packed, dim), codes)
+    stacked = jnp.asarray(codes)[None]
+    np.testing.assert_array_equal(float4.unpack(float4.pack(stacked)), stacked)
+    assert float4.pack(stacked).shape == (1, 4, 3)
 
 
 def test_the_largest_is_that_of_magnitudes_and_not_a_number_if_one_is_not():
     x = jnp.array([[1.0, -3.0], [2.0, 0.5]])
-    assert float4.largest(x) == 3
-    np.testing.assert_array_equal(float4.largest(x, 0), [2, 3])
-    np.testing.assert_array_equal(float4.largest(x, (0, 1)), 3)
-    assert np.isnan(float4.largest(x.at[0, 0].set(-jnp.nan)))
-    assert float4.largest(x.astype(jnp.bfloat16)).dtype == jnp.float32
+    assert largest_of(x) == 3
+    np.testing.assert_array_equal(largest_of(x, 0), [2, 3])
+    np.testing.assert_array_equal(largest_of(x, (0, 1)), 3)
+    assert np.isnan(largest_of(x.at[0, 0].set(-jnp.nan)))
+    assert largest_of(x.astype(jnp.bfloat16)).dtype == jnp.float32
 
 
 def test_the_scales_of_all_blocks_fit_that_of_their_tensor():
     largest = jnp.array([6.0, 6 * 448.0, 6 * 449.0, 1e-38, 0.0])
-    exponents = float4.tensor_exponents(largest)
-    scales = quantized.power_of_two(exponents)
+    exponents = tensor_exponents(largest)
+    scales = power_of_two(exponents)
     np.testing.assert_array_equal(scales, [2.0**-8, 1, 2, 2.0**-100, 2.0**-100])
     blocks = jnp.array([[6.0, 3.0, 1.1], [12.0, 6 * 448.0, 0]])
-    bits = float4.block_scales(blocks, exponents[1:3])
+    bits = block_scales(blocks, exponents[1:3])
     e4m3 = np.asarray(bits).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     want = np.asarray(blocks) / np.float32(6) / np.array([[1], [2]], np.float32)
     want = want.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(e4m3, want)
-    np.testing.assert_array_equal(float4.decoded_scales(bits), want)
-    whole = float4.decoded_scales(bits, exponents[1:3])
+    np.testing.assert_array_equal(decoded_scales(bits), want)
+    whole = decoded_scales(bits, exponents[1:3])
     np.testing.assert_array_equal(whole, want * [[1], [2]])
 
 
@@ -123,7 +133,7 @@ def test_a_block_of_e8m0_fits_and_would_not_with_half_the_scale():
         exponent = int(exponents(jnp.float32(value)))
         scale = Fraction(2) ** (exponent - 127)
         assert scale / 2 < Fraction(float(value)) / 448 <= scale
-        assert quantized.power_of_two(jnp.uint8(exponent)) == float(scale)
+        assert power_of_two(jnp.uint8(exponent)) == float(scale)
 
 
 def test_special_blocks_have_the_smallest_scale_or_none():
@@ -132,21 +142,21 @@ def test_special_blocks_have_the_smallest_scale_or_none():
     assert found == [1, 1, 1, 255, 255, 255]
     bits = jnp.array([0x7F800000, 0x7F7FFFFF, 0xFFC00000], jnp.uint32).view(jnp.float32)
     assert exponents(bits).tolist() == [255, 247, 255]
-    assert np.isinf(quantized.power_of_two(jnp.uint8(255)))
+    assert np.isinf(power_of_two(jnp.uint8(255)))
 
 
 def test_scales_are_repeated_for_the_values_of_their_blocks():
     scales = jnp.array([[1.0, 2, 3], [4, 5, 6]])
-    got = quantized.spread(scales, (4, 3))
+    got = spread(scales, (4, 3))
     np.testing.assert_array_equal(got, np.repeat(scales, 2, axis=0))
-    assert quantized.spread(jnp.float32(2), (4, 3)) == 2
+    assert spread(jnp.float32(2), (4, 3)) == 2
     x = jnp.full((4, 6), 12.0)
-    values = quantized.to_float8(x, scales, jnp.float8_e4m3fn)
+    values = to_float8(x, scales, jnp.float8_e4m3fn)
     blocks = np.repeat(np.repeat(scales, 2, 0), 2, 1)
     want = (12 * (1 / blocks)).astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(values, want)
     powers = jnp.array([128, 126], jnp.uint8)  # 2 and 1/2
-    values = quantized.to_float8(jnp.ones(4), powers, jnp.float8_e4m3fn)
+    values = to_float8(jnp.ones(4), powers, jnp.float8_e4m3fn)
     np.testing.assert_array_equal(values.astype(jnp.float32), [0.5, 0.5, 2, 2])
 
 
@@ -189,15 +199,15 @@ def test_a_layer_has_the_bits_of_its_folded_key():
     words = tuple(map(jnp.uint32, (3, 2**32 - 1)))
     bits = np.asarray(bits_of(words, (2, 3, 5), 2, 4))
     for i, j in np.ndindex(2, 3):
-        key = fold(fold(words, 4 + i), j)
+        key = folded(folded(words, 4 + i), j)
         np.testing.assert_array_equal(bits[i, j], bits_of(key, (5,)))
-    first, second = fold(words, 6)
+    first, second = folded(words, 6)
     assert int(first) == lowbias32(3 ^ 6)
     assert int(second) == lowbias32((2**32 - 1 + 6) % 2**32)
 
 
 def test_random_words_are_a_hash_of_position_and_value():
     own = np.array([[7, 2**31], [3, 3]], np.uint32)
-    words = np.asarray(random_words(jnp.asarray(own)))
+    words = np.asarray(words_of(jnp.asarray(own)))
     for i, value in enumerate(own.flat):
         assert words.flat[i] == lowbias32(i ^ int(value) * 0x9E3779B9 % 2**32)

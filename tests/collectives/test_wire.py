@@ -18,6 +18,7 @@ from decoder import (
     TABLE,
     Sizes,
     check_counts,
+    counted,
     local_tokens,
     lower_step,
     make_fsdp,
@@ -109,18 +110,20 @@ def test_groups_send_their_part_of_what_the_backward_reads():
 # Some layers, and the root.
 
 
-@pytest.mark.quick("{'first_k': 1}-dots")
+@pytest.mark.quick("{'first_k': 1")
 @pytest.mark.parametrize(
     ("knobs", "remat"),
     [
         ({"first_k": 0}, "full"),
         ({"reshard_after_forward": 2, "first_k": 2}, "full"),
-        ({"first_k": 1}, "dots"),
+        ({"first_k": 1, "reshard_root": True}, "dots"),
     ],
     ids=str,
 )
 def test_some_layers_keep_more_and_gather_less(knobs, remat):
     remat, reads = REMATS[remat]
+    if "reshard_root" in knobs:
+        reads = reads | {"norm.scale"}
     check_counts(policies(remat=remat, **knobs), reads)
 
 
@@ -136,14 +139,15 @@ def test_some_layers_hold_for_every_pair_of_choices(case):
     check_counts(policies(**case | {"remat": remat}), reads)
 
 
+@pytest.mark.slow  # by default, the case above reshards the root, too
 @pytest.mark.parametrize(
     ("reshard", "replica", "plain", "accumulate"),
     [
         (True, 1, False, 1),
-        pytest.param(True, 1, False, 2, marks=pytest.mark.slow),
-        pytest.param(2, 1, True, 2, marks=pytest.mark.slow),
-        pytest.param(1, 2, False, 2, marks=pytest.mark.slow),
-        pytest.param(True, 2, True, 2, marks=pytest.mark.slow),
+        (True, 1, False, 2),
+        (2, 1, True, 2),
+        (1, 2, False, 2),
+        (True, 2, True, 2),
     ],
 )
 def test_the_backward_gathers_the_root_again_when_it_is_resharded(
@@ -174,6 +178,7 @@ def test_deferred_gradients_are_gathered_and_scattered_once_a_step(case):
 # Dtypes.
 
 
+@pytest.mark.slow  # by default, what an override leaves to such sums, below
 def test_sums_in_another_dtype_leave_as_all_to_alls_of_as_many_bytes():
     half = jshard.Precision(reduce="float16", sum="float32")
     found, elements = step_collectives(policies(precision=half), replica=2)
@@ -208,37 +213,52 @@ def test_sums_in_the_dtype_of_the_wire_are_reduce_scatters():
 )
 def test_gathers_in_one_byte_bring_a_scale_for_each_block(dtype):
     sizes = Sizes(width=64, hidden=128, vocab=192)  # whole blocks in every matrix
-    policy = jshard.Policy(precision=jshard.Precision(gather=dtype))
-    found, elements = step_collectives(policy, sizes=sizes)
+    policy = jshard.Policy(precision=jshard.Precision(gather=dtype), accumulate=2)
+    found, elements = step_collectives(policy, replica=2, sizes=sizes)
     matrices = {name: n for name, n in elements.items() if n >= 4096}
-    assert all(n % (8 * BLOCK) == 0 for n in matrices.values())
+    assert all(n % (4 * BLOCK) == 0 for n in matrices.values())
     assert {"head.kernel", "blocks.up.kernel"} < matrices.keys()
-    values = sum(2 * n * runs(name) for name, n in matrices.items())
+    # In each of the two micro-batches forward and backward.
+    values = sum(2 * 2 * n * runs(name) for name, n in matrices.items())
     assert wire(found, "all-gather") == {
-        (8, "s8"): values * 7 // 8,
-        (8, "f32"): 4 * values // BLOCK * 7 // 8,
+        (4, "s8"): values * 3 // 4,
+        (4, "f32"): 4 * values // BLOCK * 3 // 4,
     }
     # Gradients travel as they are.
     total = sum(n * runs(name) for name, n in matrices.items())
-    assert wire(found, "reduce-scatter") == {(8, "f32"): 4 * total * 7 // 8}
+    assert wire(found, "reduce-scatter") == {(4, "f32"): 2 * 4 * total * 3 // 4}
+    # Replicated parameters are only all-reduced: all accumulated gradients travel once.
+    whole = sum(n * runs(name) for name, n in elements.items() if name not in matrices)
+    total += sizes.vocab * sizes.width
+    reduced: Counter = Counter()
+    for (kind, devices, size), times in counted(found).items():
+        reduced[devices] += size * times * (kind == "all-reduce")
+    assert +reduced == {8: whole, 2: total // 4}
 
 
 def test_what_an_override_names_travels_in_its_own_dtypes():
-    half = jshard.Precision(gather="float16", compute="float32", reduce="float16")
+    half = jshard.Precision(
+        gather="float16", compute="float32", reduce="float16", sum="float32"
+    )
     full = {"precision": jshard.Precision()}
     policy = policies(precision=half, overrides={"norm": full, "blocks.norm*": full})
-    found, elements = step_collectives(policy)
+    found, elements = step_collectives(policy, replica=2)
     norms = {name for name in elements if "norm" in name}
     others = elements.keys() - norms
     reads = REMATS["full"][1]
     for dtype, width, names in (("f32", 4, norms), ("f16", 2, others)):
         total = sum(elements[name] * runs(name) for name in names)
         again = sum(elements[name] * runs(name) for name in names & reads)
-        gathered, scattered = (
-            wire(found, kind)[8, dtype] for kind in ("all-gather", "reduce-scatter")
-        )
-        assert gathered == width * (total + again) * 7 // 8
-        assert scattered == width * total * 7 // 8
+        assert wire(found, "all-gather")[4, dtype] == width * (total + again) * 3 // 4
+        # Sums in another dtype than the wire's leave as all-to-alls.
+        kind = "all-to-all" if dtype == "f16" else "reduce-scatter"
+        assert wire(found, kind) == {(4, dtype): width * total * 3 // 4}
+    exchanges = [c for c in found if c.kind == "all-to-all"]
+    assert sum(c.times for c in exchanges) == sum(map(runs, others))
+    # Over replicas the sums go as they are, the embedding's, too.
+    total = sum(size * runs(name) for name, size in elements.items())
+    total += SIZES.vocab * SIZES.width
+    assert wire(found, "all-reduce") == {(2, "f32"): 4 * total // 4}
 
 
 @pytest.mark.slow  # test_sums.py has the parts alone

@@ -3,8 +3,6 @@
 import ast
 import contextlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax._src import distributed, xla_bridge
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from jobs import free_port
 from jshard.compat import (
     absent_gpus,
     flax_modules,
@@ -29,6 +29,7 @@ from jshard.compat import (
     plugin_log,
     xla_options,
 )
+from jshard.compat.coordination import KeyValueStore
 from jshard.compat.cudnn_calls import packed_attention
 from jshard.fsdp.mesh import make_mesh
 
@@ -48,27 +49,23 @@ def otherwise(broken: str) -> Iterator[None]:
 
 # JAX.
 
-COORDINATION = """
-import socket, jax
-from jshard.compat.coordination import KeyValueStore
-with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-jax.distributed.initialize(f"localhost:{port}", 1, 0)
-store = KeyValueStore("a")
-assert store.all_in("b") == {}
-store.put("b/c", "first")
-store.put("b/c", "text")
-assert store.get("b/c", 1.0) == "text"
-assert store.all_in("b") == {"c": "text"}
-store.clear()
-assert store.all_in("b") == {}
-"""
 
-
-def test_coordination():
+def test_coordination(monkeypatch):
+    job = distributed.State()
+    monkeypatch.setattr(distributed, "global_state", job)
+    # In a process of its own it would come before devices.
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
     with otherwise("jax.distributed has no key-value store where jshard looks for it"):
-        subprocess.run([sys.executable, "-c", COORDINATION], check=True, timeout=100)
+        jax.distributed.initialize(f"localhost:{free_port()}", 1, 0)
+        store = KeyValueStore("a")
+        assert store.all_in("b") == {}
+        store.put("b/c", "first")
+        store.put("b/c", "text")
+        assert store.get("b/c", 1.0) == "text"
+        assert store.all_in("b") == {"c": "text"}
+        store.clear()
+        assert store.all_in("b") == {}
+    jax.distributed.shutdown()
 
 
 def test_absent_gpus_are_traced():
@@ -214,8 +211,6 @@ def test_xla_options():
 
 
 def test_plugin_log():
-    from jax._src import xla_bridge
-
     with otherwise("users see a traceback where the CUDA plugin finds no GPU"):
         assert xla_bridge.logger.name == plugin_log.LOGGER
         source = Path(xla_bridge.__file__ or "").read_text()

@@ -81,6 +81,13 @@ def test_every_row_group_is_in_one_slice(tmp_path):
     assert found == DOCUMENTS
 
 
+def test_a_row_group_larger_than_a_slice_is_one(tmp_path):
+    file = write(tmp_path, "parquet") / "a.parquet"
+    bounds = [(part.start, part.stop) for part in cut(file, 1)]
+    assert bounds == [(i, i + 1) for i in range(len(bounds))]
+    assert len(bounds) > 2
+
+
 def test_a_dictionary_of_datasets_keeps_its_splits(tmp_path):
     for split in ("train", "validation", "test"):
         (tmp_path / split).mkdir()

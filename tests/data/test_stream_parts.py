@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jshard.data.stream_reader import PartReader
+from jshard.data.stream_reader import PartReader, _difference
 from jshard.errors import UserError
 
 
@@ -85,3 +85,15 @@ def test_batches_that_cannot_be_joined_are_a_users_error():
     reader._cursor.items[1] = {"y": np.arange(2)}  # pyright: ignore
     with pytest.raises(UserError, match="batches differ in structure or shapes"):
         next(reader)
+
+
+def test_what_differs_in_two_states_is_said_by_its_place():
+    found = {"a": [{"x": 1}, {"y": 2}], "b": 3}
+    assert _difference(found, found | {"b": 4}) == ""
+    assert _difference(found, found | {"c": 4}) == "its keys: ['c']"
+    assert _difference(found, found | {"a": [{"x": 1}]}) == "['a']: 2, not 1"
+    shorter = found | {"a": [{"x": 1}, {}]}
+    assert _difference(found, shorter) == "['a'][1]: ['y']"
+    # What is None, or numbers alone, may be something else later.
+    assert _difference(found, found | {"a": None}) == ""
+    assert _difference(found | {"a": [1, 2]}, found | {"a": [1]}) == ""

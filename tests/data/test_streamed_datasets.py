@@ -233,3 +233,25 @@ def test_what_differs_is_named_if_both_know_it():
     long = fingerprint._short(["x" * 61])
     assert long.startswith("x" * 60 + "... (")
     assert fingerprint._short(["x" * 60 + "y"]) != long
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [("", "data.dataset=o/a: "), ("en", "data.dataset=o/a, data.config=en: ")],
+)
+def test_what_the_library_refuses_is_one_line_that_names_the_keys(
+    monkeypatch, config, named
+):
+    def load_dataset_builder(*_, **__):
+        raise ValueError("BuilderConfig 'en'\nnot found")
+
+    library = SimpleNamespace(
+        load_dataset_builder=load_dataset_builder,
+        exceptions=SimpleNamespace(DatasetsError=RuntimeError),
+    )
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    with pytest.raises(UserError) as error:
+        named_dataset.load_splits.__wrapped__("o/a", config)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(named)
+    assert "not found" in line

@@ -190,8 +190,9 @@ def test_much_text_at_every_start_is_warned_of(tmp_path, monkeypatch):
     (found,) = encoded.encode_files([file], ByteTokenizer(), "text")
     assert (found.start, found.stop, found.ends) == (0, 11, None)
     monkeypatch.setattr(encoded, "_MUCH", 9)
-    with pytest.warns(UserWarning, match="every process tokenizes"):
+    with pytest.warns(UserWarning, match="every process tokenizes") as told:
         encoded.encode_files([file], ByteTokenizer(), "text")
+    assert [x.filename for x in told] == [__file__]
     two = encoded.joined(file, [encoded.Document(file, np.arange(n)) for n in (2, 3)])
     assert two.ends is not None
     assert two.ends().tolist() == [2, 5]

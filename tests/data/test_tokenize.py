@@ -59,6 +59,7 @@ def test_token_files_hold_what_text_holds(corpus, tokenizer, tmp_path, capsys):
     output = tmp_path / "tokens"
     write_token_files([corpus], tokenizer, output, workers=2, part_bytes=5000)
     printed = capsys.readouterr().out
+    assert "tokenized 0.0 MB in " in printed
     assert " MB/s; " in printed
     assert "--config.data.token_dtype=uint16" in printed
     assert len(list(output.glob("train-*.bin"))) > 2

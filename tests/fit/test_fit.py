@@ -75,6 +75,7 @@ def config_of(recipe, **settings):
 
 
 TRACED: dict[str, Traced] = {}  # what the same config gave before
+FEW = {"batch_size": 4}  # so that there are one or two micro-batches, traced once
 
 
 def pick(recipe, usable, **settings):
@@ -111,7 +112,7 @@ def chosen(config):
 
 
 def test_with_enough_memory_nothing_is_recomputed_nor_split(recipe):
-    found, compiled = pick(recipe, ENOUGH)
+    found, compiled = pick(recipe, ENOUGH, **FEW)
     assert compiled == [chosen(found.config)] == [("none", 1)]
     assert re.fullmatch(r"remat none, 1 micro-batch: .* of 1.0 TiB .*", found.note)
 
@@ -166,9 +167,9 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
 
 
 @pytest.mark.quick("accumulate")
-@pytest.mark.parametrize(("key", "value"), [("accumulate", 8), ("remat", "full")])
+@pytest.mark.parametrize(("key", "value"), [("accumulate", 2), ("remat", "full")])
 def test_a_key_that_is_given_stays(recipe, key, value):
-    found, _ = pick(recipe, 14 * 2**20, **{f"policy__{key}": value})
+    found, _ = pick(recipe, ENOUGH, **FEW, **{f"policy__{key}": value})
     assert found.config.policy[key] == value
     assert "fit" not in chosen(found.config)
 
@@ -189,16 +190,16 @@ def test_the_plan_chooses_like_the_trainer(recipe, memory, tmp_path):
 
 def test_if_nothing_fits_one_line_says_what_the_most_frugal_choice_needs(recipe):
     with pytest.raises(jshard.UserError) as error:
-        pick(recipe, 2**21, policy__remat="none")  # others trace some of these
+        pick(recipe, 2**21, **FEW, policy__remat="none")
     said = str(error.value)
-    assert said.startswith("--config.policy.accumulate=fit: even with remat none, 8 ")
+    assert said.startswith("--config.policy.accumulate=fit: even with remat none, 2 ")
     assert "of the 2.0 MiB that a device has; use more devices" in said
     assert "\n" not in said
     with pytest.raises(jshard.UserError, match="=fit: the state alone needs 1"):
-        pick(recipe, 2**10, policy__remat="none")
+        pick(recipe, 2**10, **FEW, policy__remat="none")
     both = "^--config.policy.remat=fit --config.policy.accumulate=fit: the state alone"
     with pytest.raises(jshard.UserError, match=both):
-        pick(recipe, 2**10)
+        pick(recipe, 2**10, **FEW)
 
 
 def test_unresolved_keys_are_no_policy(recipe):

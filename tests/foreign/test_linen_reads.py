@@ -11,6 +11,7 @@ from flax import linen, nnx
 
 import jshard
 from compare import BOUND, EXAMPLES, STEPS
+from filled import filled
 from parity import make_mesh, make_update
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -113,10 +114,10 @@ def fsdp_of(mesh: tuple[int, int]) -> jshard.FSDP:
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 8), (1, 3), (1, 1)])
 def test_what_is_read_outside_of_its_unit_is_the_full_value(mesh, module):
     fsdp = fsdp_of(mesh)
-    state = fsdp.init(wrapped(module), TX)
+    state = fsdp.from_model(filled(lambda: wrapped(module)(nnx.Rngs(0))), TX)
     step = fsdp.train_step(loss_fn, TX)
     plain = nnx.to_pure_dict(fsdp.fetch(state.params))
-    update, opt_state = make_update(TX), TX.init(plain)
+    update, opt_state = make_update(TX), jax.jit(TX.init)(plain)
 
     @jax.jit
     @jax.value_and_grad

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jshard
 from compare import EXAMPLES
+from filled import filled
 from parity import make_mesh
 
 RATE, WIDTH, LAYERS, STEPS = 0.25, 64, 2, 2
@@ -64,7 +65,7 @@ def test_masks_drop_what_they_should_and_differ_by_example_and_step(
     policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate)
     fsdp = jshard.FSDP(mesh, policy, units=units)
     tx = optax.sgd(0.0)
-    state = fsdp.init(Model, tx)
+    state = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0)), spread=0.0), tx)
     step = fsdp.train_step(loss_fn, tx)
     batch = fsdp.shard_batch(np.ones((EXAMPLES, WIDTH), "f4"))
     losses = []

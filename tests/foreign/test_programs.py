@@ -55,11 +55,11 @@ def x64_of_all_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-# What computes on the host, branches and what is jitted, on 2, 3 and 8 devices. Arrays
-# in no Variable are below. Loops and the exact GELU are in
-# tests/unit/test_foreign_layers.py, too, effects in tests/unit/test_effects.py,
-# convolutions in tests/recipes.
-DEFAULT = ("pure-callback", "branch", "jit")
+# What computes on the host and what is jitted, on 3 and 2 devices. Arrays in no
+# Variable are below. Branches, loops and the exact GELU are in
+# tests/unit/test_foreign_layers.py, too, units in branches in tests/unit/test_equal.py,
+# effects in tests/unit/test_effects.py, convolutions in tests/recipes.
+DEFAULT = ("pure-callback", "jit")
 
 
 @pytest.mark.quick(*(case(name, *PROGRAMS[name].default) for name in DEFAULT))
@@ -95,7 +95,7 @@ def test_a_model_that_exists_trains_as_one_that_is_made(name, devices, units):
 WHOLE = ("clip", "clip-whole", "barlow", "vq", "branch", "spectral-norm", "jit")
 
 
-@pytest.mark.quick("numpy-table")
+@pytest.mark.slow  # by default tests/unit/test_constants.py, with two micro-batches
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WHOLE])
 def test_it_trains_alike_on_a_few_examples_at_a_time(name):
     check(PROGRAMS[name], 4, units=bool(PROGRAMS[name].units), accumulate=3)

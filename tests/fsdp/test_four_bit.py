@@ -21,8 +21,8 @@ from jshard.four_bit.codes import FourBit
 from parity import make_update
 from runs import check_close
 
-TX = optax.adamw(1e-2)
-SIZES = Sizes(layers=3, width=64, hidden=80, vocab=72)
+TX = optax.sgd(0.5, momentum=0.9)
+SIZES = Sizes(layers=2, width=64, hidden=80, vocab=72)
 LAYERS = {"blocks.up.kernel", "blocks.down.kernel"}
 
 

@@ -124,7 +124,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_multiple_to_use():
     def make_model(rngs):
         return nnx.Sequential(jshard.Unit(nnx.Linear(3, 3, rngs=rngs)))
 
-    state = fsdp.init(make_model, optax.sgd(1.0))
+    state = fsdp.abstract_state(make_model, optax.sgd(1.0))
     step = fsdp.train_step(loss_fn, optax.sgd(1.0))
     with pytest.raises(jshard.UserError, match=r"4 micro-batches .* use 32"):
         step(state, fsdp.shard_batch(np.ones((16, 3), np.float32)))

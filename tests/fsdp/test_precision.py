@@ -1,5 +1,6 @@
 """Precision and overrides: which dtypes travel, and which a layer sees."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from runs import loss_fn
 from zoo import UnitInStack
 from zoo_layers import EXAMPLES, WIDTH, make_stack
@@ -108,7 +110,7 @@ class Scale(nnx.Module):
         return jnp.sum(x * self.scale[...].astype(jnp.float32), axis=-1)
 
 
-@pytest.mark.quick("float32-2", "float32-1", "None-8")
+@pytest.mark.quick("float32-2", "None-8")  # two replicas of four shards have both sums
 @pytest.mark.parametrize("replica", [8, 2, 1])
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_gradients_are_summed_in_the_dtype_asked_for_over_replicas_too(replica, dtype):
@@ -119,7 +121,7 @@ def test_gradients_are_summed_in_the_dtype_asked_for_over_replicas_too(replica, 
     policy = jshard.Policy(min_shard_elements=0, precision=precision)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), policy, units=(Scale,))
     tx = optax.sgd(1.0)
-    state = fsdp.init(lambda rngs: nnx.Sequential(Scale(rngs)), tx)
+    state = fsdp.from_model(nnx.Sequential(Scale(nnx.Rngs(0))), tx)
     loss = lambda model, x: jshard.Mean(jnp.sum(model(x)), 1 / 8)
     state, _ = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(x))
     (scale,) = jax.tree.leaves(fsdp.fetch(state.params))
@@ -145,8 +147,8 @@ def test_complex_parameters_keep_their_imaginary_part(gather):
     policy = jshard.Policy(min_shard_elements=0, precision=precision)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy, units=(Waves,))
     tx = optax.sgd(0.1)
-    make_model = lambda rngs: nnx.Sequential(Waves(rngs))
-    model = make_model(nnx.Rngs(0))
+    model: Any = filled(lambda: nnx.Sequential(Waves(nnx.Rngs(0))))
+    model.layers[0].waves.set_value(jnp.full(WIDTH, 0.5 + 0.25j))
     state = fsdp.from_model(model, tx)
     x = np.linspace(-1, 1, 16 * WIDTH, dtype=np.float32).reshape(16, WIDTH)
     loss = lambda model, x: jshard.Mean(jnp.sum(model(x)), len(x))
@@ -168,25 +170,31 @@ def test_parameters_and_optimizer_state_have_the_parameter_dtype():
 
 
 class Routed(nnx.Module):
-    """A router of a dtype of its own beside layers that leave theirs open."""
+    """Routers of dtypes of their own beside layers that leave theirs open."""
 
     seen: dict[str, Any] = {}  # noqa: RUF012
 
     class Layer(nnx.Module):
-        def __init__(self, dtype, rngs):
-            self.router: Any = nnx.Linear(WIDTH, 2, dtype=dtype, rngs=rngs)
+        def __init__(self, dtypes, rngs):
+            self.routers: Any = nnx.List(
+                [nnx.Linear(WIDTH, 2, dtype=dtype, rngs=rngs) for dtype in dtypes]
+            )
             self.dense: Any = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
         def __call__(self, x):
-            chosen, y = self.router(x), self.dense(x)
-            weights = {"router kernel": self.router.kernel[...], "router": chosen}
-            weights |= {"dense kernel": self.dense.kernel[...], "dense": y}
+            y = self.dense(x)
+            weights = {"dense kernel": self.dense.kernel[...], "dense": y}
+            for i, router in enumerate(self.routers):
+                chosen = router(x)
+                weights[f"router {i}"] = chosen
+                weights[f"router {i} kernel"] = router.kernel[...]
+                y = y * jax.nn.sigmoid(chosen[..., :1])
             Routed.seen |= {name: str(w.dtype) for name, w in weights.items()}
-            return x + (y * jax.nn.sigmoid(chosen[..., :1])).astype(x.dtype)
+            return x + y.astype(x.dtype)
 
-    def __init__(self, dtype, rngs):
+    def __init__(self, dtypes, rngs):
         self.embed = jshard.Unit(nnx.Embed(8, WIDTH, rngs=rngs))
-        self.blocks = make_stack(lambda rngs: self.Layer(dtype, rngs), rngs)
+        self.blocks = make_stack(lambda rngs: self.Layer(dtypes, rngs), rngs)
 
     def __call__(self, x):
         embedded = self.embed(jnp.arange(8))
@@ -194,47 +202,57 @@ class Routed(nnx.Module):
         return self.blocks(x + embedded[0].astype(x.dtype))
 
 
-def trace_routed(dtype: Any, **knobs: Any) -> tuple[dict[str, Any], str]:
+WIDER = (jnp.float32, "float32")
+OPEN = (None, jnp.bfloat16, jnp.float16)  # or none that is wider
+
+
+@functools.cache
+def trace_dtypes(precision: jshard.Precision) -> tuple[dict[str, Any], str]:
+    """(dtypes seen, the jaxpr of a step) with a router of each dtype."""
+    return trace_routed(*WIDER, *OPEN, precision=precision)
+
+
+def trace_routed(*dtypes: Any, **knobs: Any) -> tuple[dict[str, Any], str]:
     """(dtypes seen, the jaxpr of a step)."""
+    Routed.seen.clear()
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0, **knobs))
     tx = optax.sgd(0.1)
-    state = fsdp.abstract_state(lambda rngs: Routed(dtype, rngs), tx)
+    state = fsdp.abstract_state(lambda rngs: Routed(dtypes, rngs), tx)
     x = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
     jaxpr = str(fsdp.train_step(loss_fn, tx).trace(state, x).jaxpr)
     return dict(Routed.seen), jaxpr
 
 
-ROUTER, DENSE = ("router", "router kernel"), ("dense", "dense kernel", "embed")
+ROUTER, DENSE = ("router 0", "router 0 kernel"), ("dense", "dense kernel", "embed")
 
 
-@pytest.mark.quick("float32_1")
-@pytest.mark.parametrize("dtype", [jnp.float32, "float32"])
-def test_a_wider_dtype_of_its_own_is_kept(dtype):
+def test_a_wider_dtype_of_its_own_is_kept():
     for gather in (None, "float32"):
         precision = jshard.Precision(compute="bfloat16", gather=gather)
-        seen, jaxpr = trace_routed(dtype, precision=precision)
-        assert {seen[name] for name in ROUTER} == {"float32"}
-        assert {seen[name] for name in DENSE} == {"bfloat16"}
+        seen, jaxpr = trace_dtypes(precision)
+        wider = {*ROUTER, "router 1", "router 1 kernel"}
+        assert {seen[name] for name in wider} == {"float32"}
+        assert {seen[name] for name in seen.keys() - wider} == {"bfloat16"}
+        assert {*DENSE, "router 4"} < seen.keys()
         if gather is None:  # its weights and gradients travel in it, too
             for primitive in ("all_gather", "reduce_scatter"):
                 assert results(jaxpr, primitive) == {"f32", "bf16"}
 
 
-@pytest.mark.quick("None", "float16")
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
-def test_an_open_dtype_and_one_that_is_not_wider_follow_the_policy(dtype):
-    seen, _ = trace_routed(dtype, precision=jshard.Precision(compute="bfloat16"))
-    assert set(seen.values()) == {"bfloat16"}
-    seen, _ = trace_routed(dtype, precision=jshard.Precision(compute="float32"))
-    assert set(seen.values()) == {"float32"}
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_an_open_dtype_and_one_that_is_not_wider_follow_the_policy(compute):
+    seen, _ = trace_dtypes(jshard.Precision(compute=compute))
+    routers = range(len(WIDER), len(WIDER + OPEN))
+    names = {f"router {i}{part}" for i in routers for part in ("", " kernel")}
+    assert {seen[name] for name in names | {*DENSE}} == {compute}
 
 
-@pytest.mark.parametrize("pattern", ["blocks.router", "*"])
-def test_an_override_that_names_a_module_changes_its_own_dtype(pattern):
+def test_an_override_that_names_a_module_changes_its_own_dtype():
     bf16 = jshard.Precision(compute="bfloat16")
-    overrides = {pattern: {"precision": bf16}}
-    seen, _ = trace_routed(jnp.float32, precision=bf16, overrides=overrides)
-    assert set(seen.values()) == {"bfloat16"}
+    for pattern in ("blocks.routers.0", "*"):
+        overrides = {pattern: {"precision": bf16}}
+        seen, _ = trace_routed(jnp.float32, precision=bf16, overrides=overrides)
+        assert set(seen.values()) == {"bfloat16"}
     # Of another field it is none of the dtype's.
     overrides = {"blocks*": {"remat": "full"}}
     seen, _ = trace_routed(jnp.float32, precision=bf16, overrides=overrides)

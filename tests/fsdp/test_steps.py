@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 
 WIDTH = 8
 
@@ -44,9 +45,9 @@ def test_predictions_have_whole_sequences_and_whole_weights(sizes):
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh: Any = jshard.make_mesh(**sizes, devices=devices)
     fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
-    model = Model(nnx.Rngs(0))
+    model = filled(lambda: Model(nnx.Rngs(0)))
     x = np.random.default_rng(0).normal(size=(8, 4, WIDTH)).astype(np.float32)
-    want = model(jnp.asarray(x))
+    want = jax.jit(lambda x: model(x))(x)
     state = fsdp.from_model(model, optax.identity())
     predict = fsdp.predict_step(lambda model, x: model(x))
     got = fsdp.fetch(predict(state, fsdp.shard_examples(x)))
@@ -103,7 +104,7 @@ def test_a_step_counts_the_draws_of_one_micro_batch(accumulate):
         jshard.Policy(accumulate=accumulate),
     )
     optimizer = optax.sgd(0.1)
-    state = fsdp.init(Dropped, optimizer, seed=0)
+    state = fsdp.from_model(filled(lambda: Dropped(nnx.Rngs(0))), optimizer)
     step = fsdp.train_step(loss_fn, optimizer)
     batch = fsdp.shard_batch(np.ones((6, WIDTH), np.float32))
     for count in (1, 2):

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jshard.plan.start_up import describe
 from parity import make_update
 from runs import check_close, loss_fn
@@ -81,9 +82,10 @@ SELECTIONS = {
 @pytest.mark.quick("both")
 @pytest.mark.parametrize("wrt", SELECTIONS.values(), ids=SELECTIONS)
 def test_what_wrt_selects_trains_as_on_one_device(wrt):
+    model = filled(lambda: Model(nnx.Rngs(0)), kinds=(nnx.Param, Own))
     fsdp = make_fsdp()
-    state = fsdp.init(Model, TX, wrt=wrt)
-    graphdef, params, rest = nnx.split(Model(nnx.Rngs(jax.random.key(0))), wrt, ...)
+    state = fsdp.from_model(model, TX, wrt=wrt)
+    graphdef, params, rest = nnx.split(model, wrt, ...)
     update, opt_state = make_update(TX), TX.init(params)
 
     @jax.jit

@@ -96,13 +96,14 @@ def test_crossed_attention_and_a_bias_are_a_plain_softmax():
 
     crossed = KVCache.stacked(jnp.asarray(k), jnp.asarray(v), jnp.float64)
     scores = np.einsum("btnh,bsnh->bnts", q, k[1])
-    got = cross_attend(jnp.asarray(q), crossed, 1, jnp.asarray(mask), scale=1.0)
+    cross = jax.jit(functools.partial(cross_attend, scale=1.0), static_argnums=2)
+    got = cross(q, crossed, 1, mask)
     np.testing.assert_allclose(got, plain(scores, mask[:, None, None], 1), rtol=1e-12)
 
     last = np.tile([3, 4], (B, 1))  # of five tokens, three are cached
-    q, k_new, v_new, bias = map(jnp.asarray, (q, k[1][:, 3:], v[1][:, 3:], bias))
-    last = jnp.asarray(last)
-    got, _ = attend(q, k_new, v_new, last, crossed, 1, bias_BNTS=bias, scale=1.0)
+    attended = jax.jit(functools.partial(attend, scale=1.0), static_argnums=5)
+    new = (x[1][:, 3:] for x in (k, v))
+    got, _ = attended(q, *new, last, crossed, 1, bias_BNTS=bias)
     causal = np.arange(S) <= np.array([[3], [4]])
     np.testing.assert_allclose(got, plain(scores + bias, causal, 1), rtol=1e-12)
 

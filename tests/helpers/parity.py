@@ -242,7 +242,7 @@ def reference(variant: Variant, name: str, units: bool = False) -> Run:
     """Trains ``Plain`` on one device with JAX and optax alone."""
     params, rest, value_and_grad = plain_steps(variant, units)
     tx = optimizer(name)
-    opt_state = tx.init(params)
+    opt_state = jax.jit(tx.init)(params)
 
     update, norm_of, history = make_update(tx), jax.jit(optax.tree.norm), []
     for batch in batches(variant):

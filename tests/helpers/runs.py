@@ -48,18 +48,22 @@ def plain_run(model: Any) -> tuple[Any, Any, Any]:
     module = filled(lambda: model(nnx.Rngs(0)))
     graphdef, params, rest = nnx.split(module, nnx.Param, ...)
 
-    @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(params, rest):
         module = nnx.merge(graphdef, params, rest, copy=True)
         mean = loss_fn(module, example())
         return mean.total / mean.count, nnx.state(module, nnx.Not(nnx.Param))
 
+    @jax.jit
+    def step(params, rest):
+        (value, rest), grads = loss(params, rest)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return (value, optax.tree.norm(grads)), params, rest
+
     history = []
     for _ in range(2):
-        (value, rest), grads = loss(params, rest)
-        history.append((value, optax.tree.norm(grads)))
-        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        metrics, params, rest = step(params, rest)
+        history.append(metrics)
     return history, params, rest
 
 

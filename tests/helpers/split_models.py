@@ -15,6 +15,7 @@ from flax import nnx
 
 import jshard
 import parity
+from filled import filled
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.loss import Loss, Mean
@@ -50,7 +51,10 @@ def llama(rngs, **sizes):
 def uneven_experts(rngs, **sizes):
     """Most tokens prefer two of eight experts, so that there are further rounds."""
     own = {"num_experts": 8, "balance_weight": 0.1, "expert_capacity": 0.3}
-    model = llama(rngs, **own | sizes)
+    return skewed(llama(rngs, **own | sizes))
+
+
+def skewed(model):
     router = model.blocks.experts.router.kernel
     router.set_value(router.get_value().at[:, :, :2].multiply(40))
     return model
@@ -204,8 +208,12 @@ def of_parts(model: Any, batch: Any, number: int) -> Any:
 
 @functools.cache
 def made(model: str) -> Any:
-    """The model, made once: each mesh would compile its random numbers again."""
-    return MODELS[model](nnx.Rngs(jax.random.key(0)))
+    """The model, made once: each mesh would compile its random numbers again.
+
+    The one that trains by default has NumPy's, which take no compiling at all.
+    """
+    make = lambda: MODELS[model](nnx.Rngs(jax.random.key(0)))
+    return skewed(filled(make)) if model == "all at once" else make()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Exports, token files and plans go to the Hub: with its client, to one on loopback."""
+"""What goes to the Hub, and what a config names there: with its client, on loopback."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from jshard.data.text.token_writer import write_token_files
 from jshard.export import export
 from loopback_hub import LoopbackHub
 from small_tokenizer import TEXT, make_tokenizer
+from tiny_llama import make_llama
 
 pytest.importorskip("huggingface_hub", reason="needs jshard[hub]")
 
@@ -26,6 +27,14 @@ from jshard.hub.online.download import data_path
 from jshard.hub.online.outputs import names_at, write_text
 from jshard.data.text.token_writer import write_token_files
 from jshard.export import export
+from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe.make_config import make_config
+
+def config_of(name):
+    keys = ("model.from", "checkpoint.restore", "data.tokenizer")
+    with open_recipe(find_recipe("llama.py:3-1b")) as recipe:
+        config = make_config(recipe, dict.fromkeys(keys, name), Path("run"))
+    return config.model.width, *(config[a][b] for a, b in (x.split(".") for x in keys))
 
 for line in sys.stdin:
     function, arguments, os.environ["HF_TOKEN"] = json.loads(line)
@@ -145,3 +154,14 @@ def test_what_the_hub_refuses_is_one_line(client):
         strict=True,
     ):
         assert answer.startswith(expected)
+
+
+def test_all_keys_get_one_commit_and_only_the_config_is_downloaded(client, tmp_path):
+    pytest.importorskip("tokenizers")
+    hub = client.hub
+    name = f"hf://org/tiny@{hub.add('org/tiny', make_llama(tmp_path, files=2))}"
+    (answer,) = client.ask(("config_of", ["org/tiny"], ""))
+    assert answer == str((32, name, name, name))
+    assert hub.count("GET", "org/tiny/resolve/") == 1
+    assert hub.count("GET", "config.json") == 1
+    assert hub.count("GET", "/api/models/org/tiny") == 2  # the commit and its files

@@ -70,14 +70,7 @@ def hub(tmp_path):
         yield hub
 
 
-def test_all_keys_get_one_commit_and_only_the_config_is_downloaded(hub):
-    name = f"hf://org/tiny@{hub.commit}"
-    assert hub.run("-c", MAKE_CONFIG).split() == ["32", name, name, name]
-    assert hub.count("GET", "/resolve/") == 1
-    assert hub.count("GET", "config.json") == 1
-    assert hub.count("GET", "/api/") == 2  # the commit and its files
-
-
+# By default test_outputs.py makes a config.
 @pytest.mark.slow
 def test_a_run_keeps_what_it_has_recorded_also_if_the_cache_is_gone(hub):
     name = f"hf://org/tiny@{hub.commit}"

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from mapped import RECIPE, shapes, write_folder, write_tensor_files
 
 from checkpoints import read_parameters
 from exports import load_all
+from filled import filled
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.errors import UserError
 from jshard.export import export
@@ -30,7 +32,8 @@ def imported(folder: Path, recipe_file: Path, **given: Any):
         job = make_job(recipe, config, make_mesh(config))
         places = find_map(config, recipe.huggingface, recipe.name, folder)
         source = find_parameters(folder, job.abstract_state(), tensors=places)
-        state = job.fsdp.init(job.make_model, job.optimizer, seed=1)
+        model = filled(lambda: job.make_model(nnx.Rngs(1)))
+        state = job.fsdp.from_model(model, job.optimizer)
         return read_parameters(source, state), config
 
 

@@ -99,6 +99,15 @@ def refused(batch, mesh, **knobs) -> str:
     return str(error.value)
 
 
+def test_arrays_of_different_lengths_are_refused_and_four_lengths_told():
+    lengths = {str(n): np.zeros(n) for n in (4, 8, 12, 16)}
+    told = "examples; got 12, 16, 4, 8"
+    assert refused(lengths, mesh_of(fsdp=4)).endswith(told)
+    message = refused(lengths | {"9": np.zeros(9)}, mesh_of(fsdp=4))
+    assert message.endswith(f"{told} and 1 more")
+    assert refused({}, mesh_of(fsdp=4)).endswith("got no arrays")
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_what_would():
     four = mesh_of(fsdp=4)
     check_batch({"x": np.zeros((8, 3)), "seed": np.zeros(())}, four)

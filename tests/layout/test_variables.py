@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard
@@ -150,6 +151,12 @@ def test_full_values_are_put_onto_shards_and_fetched(two):
     assert put_keys.dtype == keys.dtype
     np.testing.assert_array_equal(fetch(put_keys), jax.random.key_data(keys))
     assert fetch(3) == 3
+
+
+def test_what_this_process_has_is_fetched_without_the_others(two, monkeypatch):
+    value = np.arange(8.0)
+    monkeypatch.delattr(multihost_utils, "process_allgather")
+    np.testing.assert_array_equal(fetch(put(value, like(two, P("fsdp"), 8))), value)
 
 
 def test_parts_that_lack_some_of_a_shard_are_padded_with_zeros(two):

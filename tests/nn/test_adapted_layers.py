@@ -78,8 +78,10 @@ def make() -> Any:
     rng = np.random.default_rng(0)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         variable.set_value(jnp.asarray(rng.normal(size=variable.get_value().shape)))
-    model.dora.kernel.set_value(model.dora.kernel[...].at[:, 2].set(0))  # as padding
-    model.dora.lora_b.set_value(model.dora.lora_b[...].at[:, 2].set(0))
+    for variable in (model.dora.kernel, model.dora.lora_b):
+        values = np.array(variable[...])
+        values[:, 2] = 0  # as padding
+        variable.set_value(jnp.asarray(values))
     return model
 
 

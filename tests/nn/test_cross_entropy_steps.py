@@ -15,6 +15,7 @@ from test_cross_entropy import plain
 import hlo
 import jshard
 import parity
+from filled import filled
 from jshard.nn import cross_entropy
 
 
@@ -57,9 +58,8 @@ def test_a_step_on_a_mesh_follows_a_plain_run(x64, tied, frozen, min_shard):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy)
     optimizer = optax.sgd(1.0)
     wrt = lambda path, value: isinstance(value, nnx.Param) and frozen not in path
-    state = fsdp.init(lambda rngs: Model(tied, rngs), optimizer, wrt=wrt)
-    model = Model(tied, nnx.Rngs(0))
-    nnx.update(model, fsdp.fetch(nnx.state(fsdp.model(state))))
+    model = filled(lambda: Model(tied, nnx.Rngs(0)))
+    state = fsdp.from_model(model, optimizer, wrt=wrt)
     graphdef, params, rest = nnx.split(model, wrt, ...)
 
     def mean(params):

@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 
-EXAMPLES, WIDTH, STEPS = 8, 4, 3
+EXAMPLES, WIDTH, STEPS, PLACES = 8, 4, 3, 4
 BATCH = {
     "x": np.ones((EXAMPLES, WIDTH), np.float32),
     "is": np.eye(EXAMPLES, dtype=np.float32),  # which example a row is
@@ -59,6 +60,16 @@ class Noisy(nnx.Module):
         return self.linear(x) + noise, jnp.full(len(x), noise)
 
 
+class Shown(nnx.Module):
+    """Has the noise as its gradient: a number for each place and example."""
+
+    def __init__(self):
+        self.factors = nnx.Param(jnp.zeros((PLACES, EXAMPLES)))
+
+    def __call__(self, noise: jax.Array) -> jax.Array:
+        return jnp.sum(self.factors * noise)
+
+
 class Model(nnx.Module):
     """Noise in a Stack, a Unit and the root."""
 
@@ -66,6 +77,7 @@ class Model(nnx.Module):
         self.stack = jshard.Stack(lambda r: Noisy(kind, r), 2, rngs=rngs)
         self.unit = jshard.Unit(Noisy(kind, rngs))
         self.root = Noisy(kind, rngs)
+        self.shown = jshard.Unit(Shown())
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, stacked = self.stack(x)
@@ -75,14 +87,9 @@ class Model(nnx.Module):
 
 
 def loss_fn(model: Any, batch: dict[str, jax.Array]) -> Any:
-    """Shows the noise as metrics: one named mean for each place and example."""
     x, noise = model(batch["x"])
-    seen = {
-        f"{place} {example}": jshard.Mean(row @ one, jnp.sum(one))
-        for place, row in enumerate(noise)
-        for example, one in enumerate(batch["is"].T)
-    }
-    return jshard.Mean(jnp.sum(x**2), x.size), seen
+    shown = model.shown(noise @ batch["is"])
+    return jshard.Mean(jnp.sum(x**2) + shown, len(x))
 
 
 @functools.cache
@@ -90,15 +97,18 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
     """The noise of a run on a hybrid mesh, (steps, places, examples)."""
     policy = jshard.Policy(min_shard_elements=0, **knobs)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), policy)
-    optimizer = optax.sgd(0.0)
-    state = fsdp.init(lambda rngs: Model(kind, rngs), optimizer)
+    optimizer = optax.chain(optax.trace(0.0), optax.scale(0.0))  # keeps gradients
+    make = lambda: Model(kind, nnx.Rngs(0))
+    state = fsdp.from_model(filled(make), optimizer)
     step = fsdp.train_step(loss_fn, optimizer)
     batch, seen = fsdp.shard_batch(BATCH), []
     for _ in range(STEPS):
-        state, metrics = step(state, batch)
-        names = [[f"{i} {e}" for e in range(EXAMPLES)] for i in range(4)]
-        seen.append([[float(metrics[name]) for name in row] for row in names])
-    return np.array(seen)
+        state, _ = step(state, batch)
+        gradient = fsdp.fetch(state.opt_state[0].trace["shown"]["factors"].get_value())
+        seen.append(EXAMPLES * np.asarray(gradient))
+    found = np.array(seen)
+    assert np.all((found > 0) & (found < 1)), "not what was drawn"
+    return found
 
 
 # A split key is stored as tests/nn/test_dropout_masks.py says, by default.
@@ -106,7 +116,7 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
 @pytest.mark.parametrize("kind", [Stream, Constant, Split])
 def test_each_device_and_micro_batch_draws_noise_of_its_own(kind):
     noise = noise_of(kind, accumulate=2)  # an example each
-    for place in range(4):
+    for place in range(PLACES):
         steps = noise[:, place] if kind is not Constant else noise[:1, place]
         assert len(np.unique(steps)) == steps.size
 

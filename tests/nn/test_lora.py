@@ -21,6 +21,7 @@ from decoder import (
     lower_step,
     make_fsdp,
 )
+from filled import filled
 from parity import make_update
 from runs import check_close
 
@@ -31,12 +32,12 @@ ADAPTERS = {f"blocks.{layer}.lora_{side}" for layer in ("up", "down") for side i
 
 @functools.cache
 def _made() -> Decoder:
-    return make(nnx.Rngs(0))
+    return adapted(plain(), nnx.Rngs(0))
 
 
 @functools.cache
 def _plain() -> Decoder:
-    return Decoder(SIZES, nnx.Rngs(0))
+    return filled(lambda: Decoder(SIZES, nnx.Rngs(0)))
 
 
 def plain() -> Decoder:
@@ -50,7 +51,10 @@ def made() -> Decoder:
 
 
 def make(rngs: nnx.Rngs, **options: Any) -> Decoder:
-    model = Decoder(SIZES, rngs)
+    return adapted(Decoder(SIZES, rngs), rngs, **options)
+
+
+def adapted(model: Decoder, rngs: nnx.Rngs, **options: Any) -> Decoder:
     given = {"rank": 3, "alpha": 6.0, "param_dtype": float, "rngs": rngs}
     jshard.nn.add_lora(model, **given | options)
     return model

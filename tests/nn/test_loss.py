@@ -276,16 +276,17 @@ def test_float16_totals_are_summed_over_devices_in_float32():
 
 def test_eval_step_gives_global_means_that_add():
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2))
-    state = fsdp.init(Scale, optax.identity())
+    state = fsdp.from_model(Scale(nnx.Rngs(0)), optax.identity())
 
     def loss_fn(model, batch):
         w = batch["w"]
         loss = Mean(jnp.sum(model(batch["x"]) * w), jnp.sum(w))
         return loss, {"first": Mean(jnp.sum(batch["x"] == 0), w.size)}
 
+    step = fsdp.eval_step(loss_fn)
+
     def evaluate(x, w):
-        batch = {"x": x, "w": w}
-        return fsdp.eval_step(loss_fn)(state, fsdp.shard_batch(batch))
+        return step(state, fsdp.shard_batch({"x": x, "w": w}))
 
     x = np.arange(8, dtype=np.float32)
     a, b = evaluate(x, (x > 5) * 1.0), evaluate(x, (x >= 0) * 1.0)

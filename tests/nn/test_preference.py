@@ -56,6 +56,13 @@ def test_dpo_is_its_formula(x64, smoothing, length_normalized):
     assert got == pytest.approx(means, rel=1e-12)
 
 
+def test_preferences_are_taken_for_right_and_answers_for_whole():
+    given = answers(POLICY), answers(REFERENCE)
+    plain, _ = dpo(*given, beta=0.3)
+    said, _ = dpo(*given, beta=0.3, label_smoothing=0.0, length_normalized=False)
+    assert plain.compute() == said.compute()
+
+
 def test_orpo_is_its_formula(x64):
     texts = jshard.Mean(jnp.asarray(30.0), 10)
     loss, metrics = orpo(answers(POLICY), texts, beta=0.2)
@@ -157,7 +164,9 @@ class Small(nnx.Module):
 def waves(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
     """Initial values that compile in no time."""
     del key
-    return jnp.sin(jnp.arange(shape[0] * shape[1], dtype=dtype) ** 2).reshape(shape)
+    return jnp.asarray(
+        np.sin(np.arange(shape[0] * shape[1]) ** 2).reshape(shape), dtype
+    )
 
 
 MODELS: dict[str, Any] = {"small": Small, "llama": Llama}
@@ -236,7 +245,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
         str(n): lambda n=n: jshard.make_mesh(devices=jax.devices()[:n])
         for n in (1, 2, 3, 4, 6, 8)
     },
-    "context": lambda: jshard.make_mesh(context=2),
+    "context": lambda: jshard.make_mesh(replica=2, context=2),
     "tensor": lambda: jshard.make_mesh(tensor=2),
     "replica": lambda: jshard.make_mesh(replica=2),
 }

@@ -116,7 +116,8 @@ def test_the_inner_update_sees_float32():
     inner = optax.GradientTransformationExtraArgs(lambda params: params, update)
     tx = jshard.optim.bf16_moments(inner)
     params = jnp.ones((4, 4), jnp.bfloat16)
-    updates, state = tx.update(params, tx.init(params), params, value=3)
+    first = lambda params: tx.update(params, tx.init(params), params, value=3)
+    updates, state = jax.jit(first)(params)
     assert seen == [(jnp.float32, 3)]
     assert state.inner.dtype == updates.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(state.inner, np.float32), 0.5)
@@ -151,9 +152,14 @@ def test_a_second_moment_decays_and_rounded_to_nearest_it_is_stuck(monkeypatch):
     steps, params = 700, jnp.ones((16, 64))
 
     def second_moment(tx: Any) -> float:
-        _, state = tx.update(params, tx.init(params))
         update = lambda state, _: (tx.update(0 * params, state)[1], None)
-        state, _ = jax.jit(lambda s: lax.scan(update, s, length=steps))(state)
+
+        @jax.jit
+        def run(params: jax.Array) -> Any:
+            _, state = tx.update(params, tx.init(params))
+            return lax.scan(update, state, length=steps)[0]
+
+        state = run(params)
         return float(jnp.mean(optax.tree.get(state, "nu")))
 
     want = 1e-3 * 0.999**steps

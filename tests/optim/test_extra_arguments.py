@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from parity import make_update
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -67,9 +68,9 @@ def test_value_is_the_loss_of_the_global_batch(name, scaled, offload):
     )
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)
     tx = OPTIMIZERS[name]()
-    state = fsdp.init(Model, tx)
-    graphdef, params = nnx.split(fsdp.model(state))
-    params = jax.tree.map(np.asarray, params)
+    model = filled(lambda: Model(nnx.Rngs(0)))
+    state = fsdp.from_model(model, tx)
+    graphdef, params = nnx.split(model)
     step, opt_state = fsdp.train_step(loss_fn, tx), tx.init(params)
     update = make_update(tx)
 
@@ -98,7 +99,7 @@ def test_an_optimizer_that_needs_what_a_step_does_not_have_is_one_clear_line():
         optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3)
     )
     fsdp = jshard.FSDP(jshard.make_mesh())
-    state, step = fsdp.init(Model, tx), fsdp.train_step(loss_fn, tx)
+    state, step = fsdp.abstract_state(Model, tx), fsdp.train_step(loss_fn, tx)
     with pytest.raises(jshard.UserError, match=r"value_fn.*no line search") as error:
-        step(state, fsdp.shard_batch(batches()[0]))
+        step.trace(state, fsdp.shard_batch(batches()[0]))
     assert "\n" not in str(error.value)

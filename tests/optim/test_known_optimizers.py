@@ -61,8 +61,8 @@ def close(got: Any, want: Any) -> None:
 def test_what_is_said_to_look_at_numbers_does_not_see_others(name):
     assert unknown_part(make(name), OF_NUMBERS) is None
     numbers = jnp.linspace(-1, 0.8, 3).reshape(1, 3)
-    alone = [run(make(name), number) for number in numbers.ravel()]
-    close(run(make(name), numbers).ravel(), jnp.stack(alone))
+    fn = functools.partial(run, make(name))
+    close(*jax.jit(lambda x: (fn(x).ravel(), jax.vmap(fn)(x.ravel())))(numbers))
 
 
 @pytest.mark.parametrize("name", sorted(OF_TENSORS))
@@ -70,8 +70,9 @@ def test_what_is_said_to_look_at_tensors_does_not_see_others(name):
     assert unknown_part(make(name), OF_NUMBERS) == name
     assert unknown_part(make(name), OF_NUMBERS | OF_TENSORS) is None
     tensors = {"a": jnp.linspace(-1, 1, 6).reshape(2, 3), "b": jnp.full((4, 2), 0.3)}
-    alone = {key: run(make(name), x) for key, x in tensors.items()}
-    close(run(make(name), tensors), alone)
+    fn = functools.partial(run, make(name))
+    alone = lambda tensors: {key: fn(x) for key, x in tensors.items()}
+    close(*jax.jit(lambda tensors: (fn(tensors), alone(tensors)))(tensors))
 
 
 def matrices(params: Any) -> Any:

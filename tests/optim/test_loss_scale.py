@@ -191,7 +191,10 @@ class Low:
         """Some steps from the start, with this loss scale at first."""
         state = copied(self.start)
         if scale is not None:
-            start = dataclasses.replace(scale_of(state), scale=jnp.float32(scale))
+            # Where it was, so that a step is not compiled again.
+            place = scale_of(state).scale.sharding
+            scale = jax.device_put(np.float32(scale), place)
+            start = dataclasses.replace(scale_of(state), scale=scale)
             state = dataclasses.replace(state, loss_scale=start)
         history = []
         for batch in make_batches(steps):

@@ -31,13 +31,17 @@ KEY = (jnp.uint32(1), jnp.uint32(2))
 MAX = float(jnp.finfo(jnp.bfloat16).max)
 
 
-def from_raw(raw: Any) -> jax.Array:
-    return lax.bitcast_convert_type(jnp.asarray(raw, jnp.uint32), jnp.float32)
+def from_raw(raw: Any) -> np.ndarray:
+    return np.asarray(raw, np.uint32).view(np.float32)
 
 
 def as_raw(x: jax.Array) -> np.ndarray:
     """The bits of bfloat16 values; comparing these tells -0 from 0."""
-    return np.asarray(lax.bitcast_convert_type(x, jnp.uint16))
+    return np.asarray(x).view(np.uint16)
+
+
+jitted_bits = jax.jit(random_bits, static_argnums=(1, 2))
+jitted_rounding = jax.jit(round_to_bf16)
 
 
 # The rounding itself. Values are made of their bits: XLA's CPUs flush subnormals.
@@ -65,11 +69,11 @@ def test_the_mean_over_all_bits_is_the_value_itself(raw, negative):
 
 
 def test_the_mean_of_many_roundings_is_the_value_within_the_central_limit():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=50), jnp.float32)
+    x = np.random.default_rng(0).normal(size=50).astype(np.float32)
     draws = 20_000
-    bits = random_bits(KEY, (draws, 50))
-    rounded = round_to_bf16(jnp.broadcast_to(x, bits.shape), bits)
-    error = np.mean(np.asarray(rounded, np.float64), axis=0) - np.asarray(x)
+    bits = jitted_bits(KEY, (draws, 50), 0)
+    rounded = jitted_rounding(np.broadcast_to(x, bits.shape), bits)
+    error = np.mean(np.asarray(rounded, np.float64), axis=0) - x
     unit = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
     # The standard deviation of one rounding is at most half a unit.
     assert np.max(np.abs(error) / unit) < 5 * 0.5 / np.sqrt(draws)
@@ -78,7 +82,7 @@ def test_the_mean_of_many_roundings_is_the_value_within_the_central_limit():
 @pytest.mark.parametrize("bits", [0, 1, 0x7FFF, 0xFFFF])
 def test_what_bfloat16_represents_stays_itself(bits):
     x = from_raw(np.arange(2**16, dtype=np.uint32) << 16)
-    got = round_to_bf16(x, jnp.full(x.shape, bits, jnp.uint16))
+    got = jitted_rounding(x, np.full(x.shape, bits, np.uint16))
     finite = ~np.isnan(x)
     np.testing.assert_array_equal(as_raw(got)[finite], np.arange(2**16)[finite])
     assert np.isnan(np.asarray(got, np.float32)[~finite]).all()
@@ -88,7 +92,7 @@ def test_what_bfloat16_represents_stays_itself(bits):
 def test_finite_values_stay_finite_and_others_do_not_become_so(bits):
     # Among the NaNs one whose payload is cut off, and one that a carry makes -0.
     raw = [0x7F7F_FFFF, 0xFF7F_0001, 0x7F80_0000, 0xFF80_0000, 0x7F80_0001, 0x7FFF_FFFF]
-    got = round_to_bf16(from_raw(raw), jnp.full(6, bits, jnp.uint16))
+    got = jitted_rounding(from_raw(raw), np.full(6, bits, np.uint16))
     want = [MAX, -MAX, np.inf, -np.inf, np.nan, np.nan]
     np.testing.assert_array_equal(
         np.asarray(got, np.float32), np.asarray(want, np.float32)
@@ -98,11 +102,8 @@ def test_finite_values_stay_finite_and_others_do_not_become_so(bits):
 # The random bits.
 
 
-jitted_bits = jax.jit(random_bits, static_argnums=(1, 2))
-
-
 def bits_of(*words: int, shape: tuple[int, ...] = (1 << 16,), layer_dims: int = 0):
-    first, second = map(jnp.uint32, words)
+    first, second = map(np.uint32, words)
     return np.asarray(jitted_bits((first, second), shape, layer_dims))
 
 
@@ -153,8 +154,8 @@ def make_params(layers: int) -> nnx.State:
     """Parameters whose layers have all the same values."""
     model = nnx.eval_shape(lambda: Model(layers, nnx.Rngs(0)))
     params = nnx.state(model, nnx.Param)
-    matrix = values_like(jnp.zeros((16, 40)))
-    return jax.tree.map(lambda x: jnp.broadcast_to(matrix, x.shape), params)
+    matrix = np.asarray(values_like(np.zeros((16, 40))))
+    return jax.tree.map(lambda x: jnp.asarray(np.broadcast_to(matrix, x.shape)), params)
 
 
 def rounded(tx: Any, grads: Any, steps: int = 1) -> dict[str, np.ndarray]:

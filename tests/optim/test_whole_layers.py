@@ -77,7 +77,8 @@ def test_mapping_on_shards_equals_vmap(fn, layers, shape, replica, min_elements)
     args = stack(layers, shape)
     mesh = jshard.make_mesh(replica=replica)
     run, placed = sharded(fn, args, mesh, min_elements)
-    chex.assert_trees_all_close(run(*placed), jax.vmap(fn)(*args), **BOUND)
+    want = jax.jit(jax.vmap(fn))(*args)
+    chex.assert_trees_all_close(run(*placed), want, **BOUND)
 
 
 @pytest.mark.usefixtures("x64")
@@ -90,7 +91,7 @@ def test_values_from_outside_may_be_used():
         with sharded_update(mesh, jshard.Policy()):
             return jax.vmap(whole_layers(lambda x, s: (x * outside) @ x.T * s))(*args)
 
-    want = jax.vmap(lambda x, s: (x * outside) @ x.T * s)(*args)
+    want = jax.jit(jax.vmap(lambda x, s: (x * outside) @ x.T * s))(*args)
     chex.assert_trees_all_close(run(outside, *args), want, **BOUND)
 
 
@@ -105,6 +106,12 @@ def test_each_matrix_goes_to_its_owner_and_back_and_nowhere_else(layers, rounds)
     assert {sum(a.size for a in c.results) for c in found} == {8 * 16}
 
 
+def test_what_no_device_has_a_part_of_stays_where_it_is():
+    mesh = jshard.make_mesh(fsdp=1, replica=8)
+    run, placed = sharded(lambda x, _: x, stack(8, (8, 16)), mesh)
+    assert "shard_map" not in str(run.trace(*placed).jaxpr)
+
+
 @pytest.mark.usefixtures("x64")
 def test_layers_of_layers_are_layers():
     args = stack(8, (8, 16))
@@ -117,9 +124,10 @@ def test_layers_of_layers_are_layers():
 
     place = NamedSharding(mesh, PartitionSpec(None, None, "fsdp"))
     placed = jax.device_put(deep[0], place), deep[1]
-    want = jax.vmap(jax.vmap(products))(*deep)
-    chex.assert_trees_all_close(jax.jit(run)(*placed), want, **BOUND)
-    found = hlo.collectives(jax.jit(run).lower(*placed).compile().as_text() or "")
+    want = jax.jit(jax.vmap(jax.vmap(products)))(*deep)
+    compiled = jax.jit(run).lower(*placed).compile()
+    chex.assert_trees_all_close(compiled(*placed), want, **BOUND)
+    found = hlo.collectives(compiled.as_text() or "")
     moved = [c for c in found if c.kind == "all-to-all"]
     # One matrix in, and one back: all eight in one round.
     assert sum(c.times for c in moved) == 2

@@ -18,8 +18,15 @@ CASES = {
     "all at once": (
         "all at once",
         True,
-        "adamw",
-        {"fsdp": 1, "context": 2, "tensor": 2, "expert": 2, "accumulate": 2},
+        "sgd",
+        {
+            "fsdp": 1,
+            "context": 2,
+            "tensor": 2,
+            "expert": 2,
+            "accumulate": 2,
+            "remat": "none",
+        },
     ),
     "fsdp": ("uneven experts", True, "adamw", {"expert": 4, "remat": "full"}),
     "all devices": ("uneven experts", False, "sgd", {"expert": 8, "remat": "none"}),

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hlo
+from filled import filled
 from jshard.cpu.order import in_order
 from jshard.models.llama_config import LlamaConfig
 from jshard.models.moe import MixtureOfExperts
@@ -38,20 +39,16 @@ def mixture(capacity: float = 1.25) -> tuple[Any, dict]:
         dtype=jnp.float64,
         param_dtype=jnp.float64,
     )
-    model = MixtureOfExperts(config, rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(model)
-    rng = np.random.default_rng(0)
-    return graphdef, jax.tree.map(
-        lambda x: x + 0.3 * rng.standard_normal(x.shape), params
-    )
+    return nnx.split(filled(lambda: MixtureOfExperts(config, rngs=nnx.Rngs(0))))
 
 
 def skewed(params: Any, skew: str) -> Any:
     """Routes some tokens, or all, to the same experts."""
     kernel = params["router"]["kernel"].get_value()
     push = {"even": 0.0, "skewed": 1.0, "all to two": 100.0}[skew]
-    kernel = kernel.at[0].set(push * jnp.array([1, 1, 0, 0, 0, 0, 0, 0.0]))
-    params["router"]["kernel"].set_value(kernel)
+    kernel = np.array(kernel)
+    kernel[0] = push * np.array([1, 1, 0, 0, 0, 0, 0, 0.0])
+    params["router"]["kernel"].set_value(jnp.asarray(kernel))
     return params
 
 

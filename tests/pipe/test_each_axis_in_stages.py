@@ -10,6 +10,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow  # by default below, and of three layers in test_pipeline.py
 def test_a_step_in_uneven_stages_is_that_of_one_device():
     follows_one_device({"pipe": 2, "fsdp": 1}, accumulate=2)
 

@@ -2,9 +2,8 @@
 
 import os
 import signal
-import subprocess
 import sys
-import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import pytest
 from jshard.cli.paths import cache_folder
 from jshard.plan.search.process_pool import run_tasks
 from jshard.plan.search.result_cache import read_result, write_result
-
-ROOT = Path(__file__).parents[2]
 
 WORKER = """\
 import json, os, subprocess, sys, time
@@ -78,25 +75,21 @@ def test_a_task_that_takes_too_long_is_given_up_with_all_it_started(tmp_path):
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
     pids = tmp_path / "pids"
     pids.touch()
-    script = f"""
-        import os, signal
-        from jshard.plan.search.process_pool import run_tasks
-        # A shell's background jobs, which these tests may be, ignore it.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        tasks = [{{"sleep": {str(pids)!r}}}] * 2
-        options = dict(processes=2, timeout=60, environment=dict(os.environ))
-        list(run_tasks(tasks, {COMMAND!r}, **options))
-    """
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+
+    def interrupt():
         wait_for(lambda: len(pids.read_text().split()) == 4)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert "KeyboardInterrupt" in errors
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    # A shell's background jobs, which these tests may be, ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            results([{"sleep": str(pids)}] * 2)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     wait_for(lambda: not any(map(is_running, pids.read_text().split())))
 
 

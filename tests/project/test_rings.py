@@ -21,11 +21,11 @@ def spend(seconds):
 
 @pytest.mark.core
 def test_promise():
-    spend(0.2)
+    spend(0.1)
 
 @pytest.mark.parametrize("x", range(6))
 def test_other(x):
-    spend(0.2)
+    spend(0.1)
 """
 TWO_PROCESSES = ["-p", "xdist.plugin", "-n", "2"]
 INI = """
@@ -120,9 +120,9 @@ def test_elsewhere_its_seconds_are_printed_and_it_is_green(suite):
 
 def test_the_seconds_of_all_processes_count(suite):
     ignored = ("--ignore=tests/test_broken.py",)  # leaves the run whole
-    code, out = suite(*TWO_PROCESSES, *ignored, **{"not slow": 1.3})
+    code, out = suite(*TWO_PROCESSES, *ignored, **{"not slow": 0.65})
     assert (code, "7 passed" in out) == (1, True), out
-    assert "CPU seconds, of at most 1.3" in out
+    assert "CPU seconds, of at most 0.65" in out
 
 
 def test_part_of_a_ring_is_held_to_nothing(suite):

@@ -11,6 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jshard
+from filled import filled
 from foreign_weights import store
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import find_step
@@ -50,7 +51,8 @@ KEYS = {
 def folder(tmp_path_factory) -> Path:
     """A Hugging Face folder with a tiny random Llama."""
     path, model = tmp_path_factory.mktemp("hf"), vars(MODEL)
-    weights = store(Llama(MODEL, rngs=nnx.Rngs(0)), huggingface.tensors(model))
+    made = filled(lambda: Llama(MODEL, rngs=nnx.Rngs(0)), spread=0.02)
+    weights = store(made, huggingface.tensors(model))
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(huggingface.write_config(model)))
     return path

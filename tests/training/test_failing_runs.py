@@ -62,7 +62,12 @@ def send_in_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.core), signal.SIGINT]
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.core),
+        # By default test_preemption.py sends each signal.
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
 )
 def test_the_first_signal_lets_the_run_save_and_exit_75(
     number, send_in_training, train_here, tmp_path

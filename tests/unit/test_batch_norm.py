@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jshard.plan.start_up import describe
 from parity import make_mesh
 from runs import (
@@ -107,8 +108,9 @@ def test_so_it_is_where_the_axes_are_named():
 
 def test_a_model_with_axis_name_runs_outside_of_steps():
     fsdp = jshard.FSDP(make_mesh(2, 2))
-    model: Any = fsdp.model(fsdp.init(NormedOverAxes, optax.identity()))
-    want = Normed(nnx.Rngs(jax.random.key(0)))
+    given = filled(lambda: NormedOverAxes(nnx.Rngs(0)))
+    model: Any = fsdp.model(fsdp.from_model(given, optax.identity()))
+    want = filled(lambda: Normed(nnx.Rngs(0)))
     got, want = (nnx.jit(lambda m, x: m(x))(m, example()) for m in (model, want))
     check_close(got, want, 1e-9)
 
@@ -124,8 +126,8 @@ def test_an_axis_of_another_program_is_one_line():
 def test_batch_norm_with_accumulate_takes_each_micro_batch_for_a_batch():
     policy = jshard.Policy(min_shard_elements=0, accumulate=2)
     fsdp = jshard.FSDP(make_mesh(1, 2), policy)
-    state = fsdp.init(Normed, TX)
-    module: Any = Normed(nnx.Rngs(jax.random.key(0)))
+    module: Any = filled(lambda: Normed(nnx.Rngs(0)))
+    state = fsdp.from_model(module, TX)
     x = np.asarray(example())
     step = fsdp.train_step(loss_fn, TX)
     state, metrics = step(state, fsdp.shard_batch(x))
@@ -144,12 +146,11 @@ def test_batch_norm_with_accumulate_takes_each_micro_batch_for_a_batch():
             rest = nnx.state(model, nnx.Not(nnx.Param))
         return total / len(x), rest
 
-    (value, rest), grads = loss(params, rest)
+    (value, rest), grads = jax.device_get(loss(params, rest))
     check_close(metrics["loss"], value, 1e-9)
-    want = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    check_close(fsdp.fetch(state.params), jax.tree.map(np.asarray, want), 1e-9)
-    got = fsdp.fetch(state.model_state)
-    check_close(got, jax.tree.map(np.asarray, rest), 1e-9)
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, jax.device_get(params), grads)
+    check_close(fsdp.fetch(state.params), want, 1e-9)
+    check_close(fsdp.fetch(state.model_state), rest, 1e-9)
     note = describe(fsdp, state, x, step)
     assert "norm: statistics of one micro-batch" in note
     assert "each of the 2 micro-batches updates" in note

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jshard.unit.shards import shard_of
 from runs import POLICY, compare
 from zoo_layers import LAYERS, WIDTH, Dense, example
@@ -205,7 +206,8 @@ def steps(make_model: Any, layer: Any, devices: int, units: tuple = ()) -> Any:
     mesh = jshard.make_mesh(devices=jax.devices()[:devices])
     fsdp = jshard.FSDP(mesh, POLICY, units=units)
     tx, history = optax.sgd(0.1), []
-    state, step = fsdp.init(make_model, tx), fsdp.train_step(loss, tx)
+    model = filled(lambda: make_model(nnx.Rngs(0)))
+    state, step = fsdp.from_model(model, tx), fsdp.train_step(loss, tx)
     for _ in range(2):
         state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
         history.append((metrics["loss"], metrics["grad_norm"]))
@@ -235,14 +237,14 @@ def test_a_unit_is_changed_by_a_call_as_a_plain_module_is(devices, layer):
 @pytest.mark.parametrize("devices", [1, 4])
 def test_the_layers_of_a_stack_leave_what_they_would_leave_one_by_one(devices, layer):
     make_model = lambda rngs: Twice(jshard.Stack(layer, LAYERS, rngs=rngs))
-    start = nnx.state(make_model(nnx.Rngs(jax.random.key(0))).inner, nnx.Param)
+    start = nnx.state(filled(lambda: make_model(nnx.Rngs(0))).inner, nnx.Param)
 
     @jax.jit
     @jax.value_and_grad
     def loss(params, x):
         layers = []
         for i in range(LAYERS):
-            one = layer(nnx.Rngs(0))
+            one = nnx.eval_shape(lambda: layer(nnx.Rngs(0)))
             nnx.update(one, jax.tree.map(lambda p, i=i: p[i], params))
             layers.append(one)
         y = x
@@ -255,7 +257,7 @@ def test_the_layers_of_a_stack_leave_what_they_would_leave_one_by_one(devices, l
 
     got, _ = steps(make_model, layer, devices)
     examples = example().reshape(devices, -1, WIDTH)
-    parts = [loss(start, x) for x in examples]
+    parts = [jax.device_get(loss(start, x)) for x in examples]
     mean = lambda *values: sum(values) / devices
     value, grads = jax.tree.map(mean, *parts)
     compare(got[0], (value, optax.tree.norm(grads)))
@@ -271,10 +273,10 @@ def test_flax_captures_what_is_sown_in_a_unit(units):
         return jshard.Mean(jnp.sum(y**2), len(x)) + 0.1 * jshard.Mean(aux, 1)
 
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY, units=units)
-    state = fsdp.init(lambda rngs: Twice(Sows(rngs)), optax.sgd(0.1))
+    model = filled(lambda: Twice(Sows(nnx.Rngs(0))))
+    state = fsdp.from_model(model, optax.sgd(0.1))
     step = fsdp.train_step(loss, optax.sgd(0.1))
     _, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
-    model = Twice(Sows(nnx.Rngs(jax.random.key(0))))
     captured: Any
     y, captured = nnx.capture(model, nnx.Intermediate)(example())
     aux = sum(map(jnp.sum, captured["inner"]["aux"].get_value())) / 8

@@ -94,14 +94,14 @@ REFUSED = [
 
 def eval_step(model):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
-    state = fsdp.init(model, TX)
+    state = fsdp.from_model(filled(lambda: model(nnx.Rngs(0))), TX)
     batch = fsdp.shard_batch(np.asarray(example()))
     fsdp.eval_step(loss_fn)(state, batch)
 
 
 def predict_step(model):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
-    state = fsdp.init(model, TX)
+    state = fsdp.from_model(filled(lambda: model(nnx.Rngs(0))), TX)
     batch = fsdp.shard_examples(np.asarray(example()))
     fsdp.predict_step(lambda model, x: model(x))(state, batch)
 
@@ -277,7 +277,7 @@ class Learned(Dense):
 
 def test_a_weight_that_differs_by_device_is_refused():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY)
-    state = fsdp.init(Learned, TX)
+    state = fsdp.from_model(filled(lambda: Learned(nnx.Rngs(0))), TX)
     step = fsdp.train_step(weighted(lambda model, x: jnp.mean(x)), TX)
     with pytest.raises(jshard.UserError, match="a weight of the loss is computed from"):
         step(state, fsdp.shard_batch(np.asarray(example())))

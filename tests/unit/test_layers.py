@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from runs import call, check_close
 from zoo_layers import (
     EXAMPLES,
@@ -30,41 +31,52 @@ from zoo_layers import (
 
 def layers_of(stack: Any, layer: Any) -> list[Any]:
     """The layers of a Stack as modules of their own."""
-    modules = [layer(nnx.Rngs(0)) for _ in range(LAYERS)]
+    modules = [nnx.eval_shape(lambda: layer(nnx.Rngs(0))) for _ in range(LAYERS)]
+    state = jax.device_get(nnx.state(stack))  # JAX compiles a program for each index
     for i, module in enumerate(modules):
-        nnx.update(module, jax.tree.map(lambda v, i=i: v[i], nnx.state(stack)))
+        nnx.update(module, jax.tree.map(lambda v, i=i: jnp.asarray(v[i]), state))
     return modules
+
+
+@nnx.jit
+def call_all(modules: Any, x: jax.Array) -> jax.Array:
+    return functools.reduce(lambda x, module: module(x), modules, x)
+
+
+def stacked_states(layers: Any) -> Any:
+    states = jax.device_get([nnx.state(layer) for layer in layers])
+    return jax.tree.map(lambda *v: np.stack(v), *states)
 
 
 @pytest.mark.usefixtures("x64")
 def test_a_stack_is_a_loop_over_its_layers_state_included():
-    stack = make_stack(Stateful, nnx.Rngs(0))
-    layers = layers_of(stack, Stateful)
+    stack = filled(lambda: make_stack(Stateful, nnx.Rngs(0)))
+    layers = nnx.List(layers_of(stack, Stateful))
     x = y = example()
     for _ in range(2):
-        x = stack(x)
-        for layer in layers:
-            y = layer(y)
+        x, y = call_all([stack], x), call_all(layers, y)
         check_close(x, y)
-    assert list(stack.calls[...]) == [2] * LAYERS
-    stacked = jax.tree.map(lambda *v: jnp.stack(v), *map(nnx.state, layers))
+    assert stack.calls[...].tolist() == [2] * LAYERS
+    stacked = stacked_states(layers)
     check_close(jax.tree.leaves(nnx.state(stack)), jax.tree.leaves(stacked))
 
 
 @pytest.mark.usefixtures("x64")
 def test_a_stack_has_the_gradients_of_a_loop():
-    stack = make_stack(Residual, nnx.Rngs(0))
+    stack = filled(lambda: make_stack(Residual, nnx.Rngs(0)))
     layers = nnx.List(layers_of(stack, Residual))
     x = example()
 
     def loop(layers, x):
         return jnp.sum(functools.reduce(lambda x, layer: layer(x), layers, x) ** 2)
 
-    got, got_x = nnx.grad(lambda s, x: jnp.sum(s(x) ** 2), argnums=(0, 1))(stack, x)
-    want, want_x = nnx.grad(loop, argnums=(0, 1))(layers, x)
+    of_stack = nnx.grad(lambda s, x: jnp.sum(s(x) ** 2), argnums=(0, 1))
+    got, got_x = nnx.jit(of_stack)(stack, x)
+    want, want_x = jax.device_get(nnx.jit(nnx.grad(loop, argnums=(0, 1)))(layers, x))
     check_close(got_x, want_x)
     for name in ("kernel", "bias"):
-        check_close(got[name][...], jnp.stack([want[i][name][...] for i in range(3)]))
+        of_layers = [want[i][name].get_value() for i in range(LAYERS)]
+        check_close(got[name][...], np.stack(of_layers))
 
 
 def test_a_stack_returns_aux_stacked():
@@ -72,13 +84,14 @@ def test_a_stack_returns_aux_stacked():
         def __call__(self, x):
             return super().__call__(x), {"mean": x.mean(0), "none": None, "n": 2}
 
-    stack = make_stack(WithAux, nnx.Rngs(0))
-    y, aux = stack(example())
+    stack = filled(lambda: make_stack(WithAux, nnx.Rngs(0)))
+    y, aux = nnx.jit(lambda stack, x: stack(x))(stack, example())
     assert y.shape == (EXAMPLES, WIDTH)
     assert aux["mean"].shape == (LAYERS, WIDTH)
     assert aux["none"] is None
-    assert list(aux["n"]) == [2] * LAYERS
-    check_close(aux["mean"][0], example().mean(0), 1e-6)
+    assert aux["n"].tolist() == [2] * LAYERS
+    first = np.asarray(aux["mean"])[0]
+    check_close(first, np.asarray(example()).mean(0), 1e-6)
 
 
 def test_stacked_batch_norm_keeps_statistics_of_its_own_a_layer():
@@ -90,19 +103,19 @@ def test_stacked_batch_norm_keeps_statistics_of_its_own_a_layer():
         def __call__(self, x):
             return self.norm(self.linear(x))
 
-    stack = make_stack(Normed, nnx.Rngs(0))
-    layers = layers_of(stack, Normed)
+    stack = filled(lambda: make_stack(Normed, nnx.Rngs(0)))
+    stack.norm.var.set_value(jnp.ones((LAYERS, WIDTH)))
+    layers = nnx.List(layers_of(stack, Normed))
     x = y = example(jnp.float32)
     for mode in ("train", "eval"):
         for module in (stack, *layers):
             getattr(module, mode)()
-        for layer in layers:
-            y = layer(y)
-        check_close(stack(x), y, 1e-5)
+        y = call_all(layers, y)
+        check_close(call_all([stack], x), y, 1e-5)
         x = y
-    means = jnp.stack([layer.norm.mean[...] for layer in layers])
+    means = np.stack([layer.norm.mean.get_value() for layer in layers])
     check_close(stack.norm.mean[...], means, 1e-5)
-    assert jnp.all(means[0] != means[1])
+    assert np.all(means[0] != means[1])
 
 
 def test_unit_and_stack_add_nothing_to_parameter_paths():
@@ -122,7 +135,8 @@ def test_unit_and_stack_add_nothing_to_parameter_paths():
             )
 
     plain, wrapped = (
-        dict(nnx.to_flat_state(nnx.state(m(nnx.Rngs(0))))) for m in (Plain, Wrapped)
+        dict(nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda m=m: m(nnx.Rngs(0))))))
+        for m in (Plain, Wrapped)
     )
     assert plain.keys() == wrapped.keys()
     for path, variable in plain.items():
@@ -131,11 +145,11 @@ def test_unit_and_stack_add_nothing_to_parameter_paths():
 
 
 def test_a_unit_is_still_the_module_it_wraps():
-    module = Toolbox(nnx.Rngs(0))
-    unit = jshard.Unit(Toolbox(nnx.Rngs(0)))
+    module = filled(lambda: Toolbox(nnx.Rngs(0)))
+    unit = jshard.Unit(filled(lambda: Toolbox(nnx.Rngs(0))))
     assert isinstance(unit, Toolbox)
     assert isinstance(unit, jshard.Unit)
-    assert isinstance(make_stack(Toolbox, nnx.Rngs(0)), Toolbox)
+    assert isinstance(filled(lambda: make_stack(Toolbox, nnx.Rngs(0))), Toolbox)
     x = example()
     methods = ("__call__", "transposed", "compiled", "forgotten", "double", "scale")
     for name in methods:
@@ -146,15 +160,15 @@ def test_a_unit_is_still_the_module_it_wraps():
 
 
 def test_gathered_outside_a_mesh_is_the_unit_itself():
-    unit = jshard.Unit(Dense(nnx.Rngs(0)))
+    dense = filled(lambda: Dense(nnx.Rngs(0)))
+    unit = jshard.Unit(filled(lambda: Dense(nnx.Rngs(0))))
     assert jshard.gathered(unit) is unit
-    dense = Dense(nnx.Rngs(0))
     assert jshard.gathered(dense) is dense
     x = example()
     module, same = jshard.gathered(unit, before=x)
     assert module is unit
     assert same is x
-    blocks = make_stack(Dense, nnx.Rngs(0))
+    blocks = filled(lambda: make_stack(Dense, nnx.Rngs(0)))
     module, out = jshard.gathered(unit, during=(blocks, x))
     assert module is unit
     np.testing.assert_array_equal(out, blocks(x))

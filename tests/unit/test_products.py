@@ -119,7 +119,7 @@ def reference(params: Any, x: np.ndarray, parts: int) -> tuple[Any, Any]:
         return jnp.sum((x @ head["kernel"] + head["bias"]) ** 2) / size
 
     run = jax.jit(jax.value_and_grad(loss))
-    results = [run(params, part) for part in np.split(x, parts)]
+    results = [jax.device_get(run(params, part)) for part in np.split(x, parts)]
     return jax.tree.map(lambda *sums: sum(sums), *results)
 
 

@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jshard
+from filled import filled
 from parity import make_mesh
 from reach import PLACES, WAYS, called, indexed, leaves, values
 from zoo_layers import WIDTH, Dense, Residual, example
@@ -85,7 +86,8 @@ def check(
     """One step gives the values and the gradients of the ordinary module."""
     want, want_grads = plain(place, ways)
     if units is None:
-        modules = nnx.iter_modules(make_model(place)(nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: make_model(place)(nnx.Rngs(0)))
+        modules = nnx.iter_modules(model)
         units = {Residual} & {type(module) for path, module in modules if path}
     fsdp = jshard.FSDP(make_mesh(*mesh), policy, units=units)
     tx = optax.sgd(1.0)
@@ -95,7 +97,7 @@ def check(
     state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))
     for name, value in want.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-9, err_msg=name)
-    grads = jax.tree.map(lambda a, b: a - b, before, fsdp.fetch(state.params))
+    grads = jax.tree.map(np.subtract, before, fsdp.fetch(state.params))
     for (path, got), grad in zip(
         jax.tree_util.tree_leaves_with_path(grads),
         jax.tree.leaves(want_grads),
@@ -152,10 +154,11 @@ def test_a_weight_that_is_set_in_part_is_refused_by_name():
 )
 def test_evaluation_and_prediction_read_whole_weights_too(step):
     fsdp = jshard.FSDP(make_mesh(2, 4), POLICY)
-    state = fsdp.init(make_model("unit"), optax.identity())
+    model = filled(lambda: make_model("unit")(nnx.Rngs(0)))
+    state = fsdp.from_model(model, optax.identity())
     batch = fsdp.shard_batch(np.asarray(example()))
-    model = make_model("unit")(nnx.Rngs(jax.random.key(0)))
-    want = values(model, None)
+    params = jax.tree.leaves(jax.device_get(nnx.state(model, nnx.Param)))
+    want = sum(np.sum(value**2) for value in params)
     if step == "eval_step":
         loss_fn = lambda model, x: jshard.Mean(values(model, x) * len(x), len(x))
         got = fsdp.eval_step(loss_fn)(state, batch).compute()["loss"]

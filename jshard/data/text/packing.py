@@ -35,7 +35,7 @@ def packed_rows(
     """
     check_sample(pieces, vocab_size)
     number, start, length = _spans(pieces, T)
-    order, bounds = _rows(best_fit(length, T, max(max_segments - 1, 0)))
+    order, bounds = _rows(best_fit(length, T, max_segments - 1))
 
     def read(index: int) -> dict[str, np.ndarray]:
         names = ("inputs", "targets", "segment_ids", "positions")
@@ -65,14 +65,14 @@ def best_fit(length: np.ndarray, T: int, most: int = 0) -> np.ndarray:
     Args:
       length: Places of each document, integers in [1, T].
       T: Places of a row.
-      most: The most documents of a row; 0 for any number.
+      most: The most documents of a row; 0 or less for any number.
 
     Returns:
       The row of each document, int64[n].
     """
     row = np.zeros(len(length), np.int64)
     documents: list[int] = []  # of each row
-    rows_with: list[list[int]] = [[] for _ in range(T + 1)]  # by free places
+    rows_with: list[list[int]] = [[] for _ in range(T)]  # by free places
     free = 0  # bit i: there is a row with i free places
     for document in np.argsort(-length, kind="stable").tolist():
         size = int(length[document])
