@@ -45,8 +45,10 @@ def accumulate(
     micro: Micro,
     dtypes: nnx.State,
     scale: jax.Array | None,
-) -> tuple[nnx.State, Means, nnx.State]:
-    """Scans micro-batches; adds up gradients and Means, and returns the next state.
+) -> tuple[nnx.State, Means, nnx.State, list[Any]]:
+    """Scans micro-batches; adds up gradients and Means.
+
+    Returns both, the next state, and the global counts of the loss.
 
     Args:
       forward: ``forward(params, frozen, state, batch, index)`` runs one micro-batch.
@@ -79,7 +81,7 @@ def accumulate(
     zeros = jax.tree.map(lambda x, d: jnp.zeros(x.shape, d), arrays.params, dtypes)
     none = jax.tree.map(jnp.zeros_like, Means(*shapes[:2]))
     sums, _ = lax.scan(body, (zeros, none, arrays.model_state), micro)
-    return sums
+    return *sums, counts
 
 
 def _count(

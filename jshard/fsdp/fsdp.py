@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -123,7 +124,7 @@ class FSDP:
             policy matches no module, or the memory is too small for the state.
         """
         create = self._creator(from_seed(make_model), optimizer, wrt)
-        if not 0 <= seed < 2**32:
+        if isinstance(seed, Integral) and not 0 <= seed < 2**32:  # not if it is traced
             raise UserError(f"seed={seed}: give a whole number from 0 to 2**32 - 1")
         seed_array = jnp.asarray(seed, jnp.uint32)
         abstract = self._abstract(create, seed_array)

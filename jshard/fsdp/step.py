@@ -252,6 +252,7 @@ def train(
         (grads,) = pullback(seeds(means.loss, counts, totals, scale))
         after = merge_state(arrays.model_state, after)
     else:
+        counts = None  # are added up beside the totals
         dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
         rest = arrays, micro, dtypes, scale
         if layout.stages:
@@ -265,7 +266,7 @@ def train(
             grads, loss, metrics, after = pipelined(traced, shapes, *rest)
             means = Means(loss, metrics)
         else:
-            grads, means, after = accumulate(forward, needs, shapes, *rest)
+            grads, means, after, counts = accumulate(forward, needs, shapes, *rest)
     grads = _map_gathered_once(scatter, grads, sharded)
     if layout.stages:
         grads = from_stages(grads, shards, at_rest, layout.stages)
@@ -274,7 +275,7 @@ def train(
     if scale is not None:
         # In float16 the scale may overflow, and the quotient underflow.
         grads = jax.tree.map(lambda g: at_least_float32(g) / scale, grads)
-    means = over_devices(means)
+    means = over_devices(means, counts)
     metrics = {"loss": means.loss, **means.metrics}
     return grads, {name: mean.compute() for name, mean in metrics.items()}, after
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -276,8 +276,18 @@ def seeds(
     return of_totals, of_counts
 
 
-def over_devices(means: Means) -> Means:
-    """Sums totals and counts over all devices; weights are the same on each."""
+def over_devices(means: Means, counts: Sequence[Any] | None = None) -> Means:
+    """Sums totals and counts over all devices; weights are the same on each.
+
+    Args:
+      means: a device's.
+      counts: the global counts of the loss, if these are known already.
+    """
+    if counts is not None:
+        terms = zip(means.loss.terms, counts, strict=True)
+        summed = [(w, Mean(add_up(m.total, manual_axes()), x)) for (w, m), x in terms]
+        rest = over_devices(dataclasses.replace(means, loss=Loss(())))
+        return dataclasses.replace(rest, loss=Loss(tuple(summed)))
     axes = manual_axes()
     return means._map(
         lambda mean: Mean(add_up(mean.total, axes), add_up(mean.count, axes))

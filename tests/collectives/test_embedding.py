@@ -134,7 +134,7 @@ def moved(**kwargs: Any) -> dict[str, int]:
     found = hlo.collectives(compiled(**kwargs))
     sent: dict[str, int] = {}
     for c in found:
-        if c.operands[0].size > 1:
+        if not hlo.is_number(c.operands[0]):
             key = f"{c.kind} {c.operands[0].dtype}"
             sent[key] = sent.get(key, 0) + c.wire_bytes
     return sent

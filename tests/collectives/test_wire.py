@@ -64,7 +64,7 @@ def wire(found: list[hlo.Collective], kind: str) -> dict[tuple[int, str], int]:
     """Bytes that a device sends, by (devices, dtype), less scalars."""
     sent: Counter = Counter()
     for c in found:
-        if c.kind == kind and c.operands[0].size > 1:
+        if c.kind == kind and not hlo.is_number(c.operands[0]):
             sent[c.group, c.operands[0].dtype] += c.wire_bytes
     return dict(sent)
 

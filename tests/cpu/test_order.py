@@ -378,6 +378,7 @@ def test_a_step_can_be_lowered_and_traced_like_any_jitted_function():
     outside = jax.tree.leaves(step(state, batch))
     inside = jax.tree.leaves(jax.jit(lambda *args: step(*args))(state, batch))
     assert [x.shape for x in shapes] == [x.shape for x in outside]
-    np.testing.assert_allclose(inside, outside, rtol=1e-6)
+    for one, other in zip(inside, outside, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
     assert step.__name__ == "eval_step"
     assert step.lower(state, batch).compile().memory_analysis() is not None

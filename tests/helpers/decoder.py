@@ -264,7 +264,7 @@ def counted(found: list[hlo.Collective]) -> Counter:
             counts[c.kind, c.group, sum(array.size for array in whole)] += c.times
             continue
         for array in whole:
-            if not (c.kind == "all-reduce" and array.shape == ()):
+            if not (c.kind == "all-reduce" and hlo.is_number(array)):
                 counts[c.kind, c.group, array.size] += c.times
     return counts
 
@@ -294,7 +294,8 @@ def check_found(
     assert counted(found) == expected(fsdp, state, reads)
     # Scalars (counts, losses, norms) are reduced once a step, not once a micro-batch:
     # neither do the passes that only count.
-    scalars = [c for c in found if c.kind == "all-reduce" and c.operands[0].size == 1]
+    sums = [c for c in found if c.kind == "all-reduce"]
+    scalars = [c for c in sums if hlo.is_number(c.operands[0])]
     assert {c.times for c in scalars} == {1}
 
 

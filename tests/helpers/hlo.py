@@ -15,8 +15,14 @@ from typing import Any
 
 import jax
 
+from jshard.nn.count import DIGITS
 from jshard.plan.cost.transfers import KINDS
 from jshard.plan.hlo.program_text import Array, Computation, Instruction, Module, parse
+
+
+def is_number(array: Array) -> bool:
+    """Whether it is a scalar, or the digits of a count."""
+    return array.size == 1 or (array.dtype == "s32" and array.size == DIGITS)
 
 
 @dataclasses.dataclass(frozen=True)
