@@ -124,7 +124,7 @@ class FSDP:
             policy matches no module, or the memory is too small for the state.
         """
         create = self._creator(from_seed(make_model), optimizer, wrt)
-        if isinstance(seed, Integral) and not 0 <= seed < 2**32:  # not if it is traced
+        if isinstance(seed, Integral) and not 0 <= seed < 2**32:
             raise UserError(f"seed={seed}: give a whole number from 0 to 2**32 - 1")
         seed_array = jnp.asarray(seed, jnp.uint32)
         abstract = self._abstract(create, seed_array)
@@ -147,9 +147,7 @@ class FSDP:
 
         Args:
           model: a model with full arrays, in numpy or on devices of this process; the
-            same in each process. Its modules stay in their modes: after
-            ``model.eval()``, call ``model.train()`` for what is to drop values and to
-            normalise by the batch.
+            same in each process. Modules keep their modes, as of ``model.eval()``.
           optimizer: any optax transformation.
           wrt: an NNX filter that selects the parameters to train, such as
             ``nnx.LoRAParam``. The other parameters are sharded and stay as they are.
@@ -310,8 +308,7 @@ class FSDP:
 
         Raises:
           UserError: the number of examples is not divisible by the mesh's devices, or
-            the sequence length is not divisible by "context"; or a field is no array
-            of numbers (text, objects, a list).
+            the sequence length by "context"; or a field is text, objects or a list.
         """
         return split_batch(local_batch, self.mesh)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jshard
 from jshard.collectives.microbatch import microbatch
@@ -203,3 +204,16 @@ def test_keys_are_folded_for_a_device_and_stored_without_it():
 
     assert unfolded(False) == values(before)["key"]
     assert unfolded(True) == fold(own, 2**32 - 1)
+
+
+def test_numbers_of_examples_are_dropped_where_sequences_are_split():
+    graphdef, state = nnx.split(jshard.Dropout(0.5, rngs=nnx.Rngs(0)))
+
+    def run(state, x_B):
+        with split_sequences():
+            return nnx.merge(graphdef, state)(x_B)
+
+    mesh = jshard.make_mesh(context=2)
+    specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+    mapped = jax.shard_map(run, mesh=mesh, check_vma=False, **specs)
+    assert jax.eval_shape(mapped, state, jnp.ones(6)).shape == (6,)

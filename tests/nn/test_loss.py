@@ -1,5 +1,6 @@
 """Mean: totals and counts that are divided only when both are global."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -104,6 +105,12 @@ def test_dividing_by_a_mean_is_an_error(divide):
 def test_what_is_no_sum_says_what_to_write(misuse):
     with pytest.raises(jshard.UserError, match=r"metrics\['loss'\] \*\* 0\.5"):
         misuse(Mean(1.0, 2.0))
+
+
+def test_means_and_losses_are_values():
+    for value in (Mean(1.0, 2), 2 * Mean(1.0, 2)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, 0)
 
 
 def test_adding_a_plain_number_to_a_loss_is_an_error():

@@ -20,7 +20,9 @@ WIDTH = 8
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
 TX = optax.sgd(1.0)
 
-pytestmark = pytest.mark.filterwarnings("ignore:parameter '.*' is read outside of its unit")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:parameter '.*' is read outside of its unit"
+)
 
 
 class Routed(nnx.Module):
