@@ -12,6 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard
+from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.plan import GPUS, tracing_for
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
@@ -163,3 +164,10 @@ def test_attention_is_softmax_of_scaled_scores_times_values(implementation):
         *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), implementation=implementation
     )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise"])
+def test_only_operands_of_cudnn_are_named_for_their_residuals(implementation):
+    x = jnp.ones((1, 4, 2, 8))
+    run = lambda x: attend(x, implementation)
+    assert ATTENTION_OPERANDS not in str(jax.make_jaxpr(run)(x))
