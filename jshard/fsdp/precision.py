@@ -70,7 +70,8 @@ class Precision:
         "of as many bytes replaces a reduce-scatter, and each device sums "
         "what it receives: bfloat16 is sent, without its rounding in the sums. An "
         "all-reduce over replicas, or in plain data parallelism, is sent in this "
-        "dtype.",
+        "dtype. Gradients of micro-batches add up in it, too, if it is wider than the "
+        "parameter.",
     )
 
     products: Any = knob(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
@@ -253,7 +254,7 @@ def train(
         after = merge_state(arrays.model_state, after)
     else:
         counts = None  # are added up beside the totals
-        dtypes = jax.tree.map(lambda shard: shard.dtype, shards)
+        dtypes = jax.tree.map(_sum_dtype, shards, at_rest.places_of(shards))
         rest = arrays, micro, dtypes, scale
         if layout.stages:
             if any(needs.params):
@@ -289,6 +290,11 @@ def _map_gathered_once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.S
         return variable.copy(fn(variable.get_value(), layout.places[path]))
 
     return nnx.map_state(apply, params)
+
+
+def _sum_dtype(shard: jax.Array, place: Placement) -> Any:
+    """Returns the dtype in which a shard's gradients are added up."""
+    return jnp.promote_types(shard.dtype, place.sum or shard.dtype)
 
 
 def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:

@@ -365,3 +365,27 @@ def test_a_loss_is_a_pytree():
     doubled = jax.tree.map(lambda x: 2 * x, loss)
     assert isinstance(doubled, Loss)
     assert terms(doubled) == [(2, 2, 4), (1, 6, 8)]
+
+
+@pytest.mark.parametrize(("dtype", "gradient"), [(None, 1.0), ("float32", 1 + 2**-6)])
+def test_gradients_of_micro_batches_add_up_in_the_dtype_of_sums(dtype, gradient):
+    """In bfloat16 a sum of 1 and of many 2**-9, one after another, stays at 1."""
+    x = np.zeros((9, 8), np.float32)
+    x[:, 0] = [1] + [2.0**-9] * 8
+    fsdp = jshard.FSDP(
+        jshard.make_mesh(),
+        jshard.Policy(
+            accumulate=9, precision=jshard.Precision(param="bfloat16", sum=dtype)
+        ),
+    )
+
+    def loss_fn(model, x):
+        return Mean(jnp.sum(model(x)), 1 / 72)
+
+    # Device 0 has the first nine examples, one in each micro-batch.
+    batch = fsdp.shard_batch(x.T.reshape(-1))
+    keep = optax.trace(0.0)
+    state = fsdp.init(Scale, keep)
+    new, _ = fsdp.train_step(loss_fn, keep)(state, batch)
+    (found,) = jax.tree.leaves(new.opt_state.trace)
+    assert float(found) == gradient

@@ -21,7 +21,7 @@ MOST_LINES = {
     "checkpoint": 6261,
     "generation": 1214,
     "start-up note": 444,
-    "fsdp": 2070,
+    "fsdp": 2080,
     "nn": 1880,
     "optim": 1067,
     "unit": 3181,
