@@ -86,7 +86,8 @@ class Stack(nnx.Module, pytree=False):
       rngs: random streams, split by layer.
 
     Raises:
-      UserError: ``num_layers`` is below 1, or layers are Units or Stacks themselves.
+      UserError: ``num_layers`` is below 1, or layers have no arrays, or are Units or
+        Stacks themselves.
     """
 
     unit_policy: UnitPolicy | None = None
@@ -116,7 +117,13 @@ class Stack(nnx.Module, pytree=False):
             return layer
 
         layers = make(rngs)
-        for path, variable in variables(layers):
+        stacked = list(variables(layers))
+        if not stacked:
+            raise UserError(
+                f"Stack: a {type(layers).__name__} has no arrays, so there is nothing "
+                f"to stack; call one {num_layers} times"
+            )
+        for path, variable in stacked:
             mark_layers(variable, outer=[path])
         if isinstance(layers, (Unit, Stack)):
             raise UserError(

@@ -216,6 +216,8 @@ def test_what_is_a_unit_already_is_refused():
         make_stack(lambda rngs: make_stack(Dense, rngs), rngs)
     with pytest.raises(jshard.UserError, match="num_layers=0 must be at least 1"):
         jshard.Stack(Dense, 0, rngs=rngs)
+    with pytest.raises(jshard.UserError, match=r"a Module has no arrays.* call one 3"):
+        jshard.Stack(lambda rngs: nnx.Module(), 3, rngs=rngs)
     with pytest.raises(jshard.UserError, match="gathers one layer at a time"):
         jshard.gathered(make_stack(Dense, rngs))
     with pytest.raises(jshard.UserError, match="gathered: mask= needs during="):
