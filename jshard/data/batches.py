@@ -165,9 +165,10 @@ def eval_batches(
     """Iterates once, in order, over this process's part of all examples.
 
     All processes get the same number of full batches. If `batch_size` does not divide
-    the number of examples, copies of the last example pad the last global batch, with
-    "weights" of zero. Examples without "weights" are corrected for instead: by an extra
-    batch of copies with a negative factor.
+    the number of examples, copies of the last example pad the last global batch, and a
+    batch of copies alone, with a negative factor, follows to correct for them. If
+    examples have "weights", those of copies are zero: a loss that reads them counts
+    nothing in that batch.
 
     Args:
       dataset: Finite; examples are trees of numpy arrays.
@@ -207,8 +208,7 @@ def eval_batches(
     factors = [Fraction(1)] * num_batches
     padding = num_batches * batch_size - num_examples
     if padding > 0:
-        if not _has_weights(dataset[0]):
-            factors.append(Fraction(-padding, batch_size))
+        factors.append(Fraction(-padding, batch_size))
         dataset = _pad(dataset, len(factors) * batch_size)
     read = batches(
         dataset,
@@ -233,14 +233,13 @@ def _padded(
     with contextlib.closing(PartReader(stream.cursor(0, 1), batch_size)) as whole:
         for batch in itertools.islice(whole, max_batches):
             padding = batch_size - count_rows(batch)
-            last, weighs = jax.tree.map(lambda x: x[-1:], batch), _has_weights(batch)
-            copy = last
-            if weighs:
-                copy = last | {"weights": np.zeros_like(last["weights"])}
+            copy = jax.tree.map(lambda x: x[-1:], batch)
+            if has_weights(batch):
+                copy = copy | {"weights": np.zeros_like(copy["weights"])}
             copies = _repeated(copy, padding)
             yield Fraction(1), jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
-            if padding and not weighs:
-                yield Fraction(-padding, batch_size), _repeated(last, batch_size)
+            if padding:
+                yield Fraction(-padding, batch_size), _repeated(copy, batch_size)
 
 
 def _repeated(row: Any, count: int) -> Any:
@@ -254,7 +253,8 @@ def _rows(batch: Any, process_index: int = 0, process_count: int = 1) -> Any:
     return jax.tree.map(lambda x: x[rows], batch)
 
 
-def _has_weights(example: Any) -> bool:
+def has_weights(example: Any) -> bool:
+    """Returns whether copies of an example, or of a batch's last one, can weigh 0."""
     return isinstance(example, dict) and "weights" in example
 
 
@@ -264,7 +264,7 @@ def _pad(dataset: grain.MapDataset, length: int) -> grain.MapDataset:
 
     def read(index: int) -> Any:
         example: Any = dataset[min(index, last)]
-        if index > last and _has_weights(example):
+        if index > last and has_weights(example):
             return {**example, "weights": np.zeros_like(example["weights"])}
         return example
 

@@ -189,6 +189,10 @@ class Means:
             lambda mean: Mean(times(mean.total, factor), times(mean.count, factor))
         )
 
+    def leaves_out(self) -> bool:
+        """Returns whether a term of the loss counted nothing."""
+        return not all(float(mean.count) > 0 for _, mean in self.loss.terms)
+
     def counted(self) -> bool:
         """Returns whether any term of the loss counted anything."""
         return any(float(mean.count) > 0 for _, mean in self.loss.terms)

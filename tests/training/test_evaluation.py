@@ -99,6 +99,40 @@ def test_examples_without_weights_that_no_batch_divides_are_evaluated_exactly(co
     assert got == pytest.approx(want, rel=1e-9)
 
 
+def weighed_loss(model, batch):
+    """Of its Means, the second alone reads the weights."""
+    x = batch["x"][:, 0]
+    read = {
+        "read": jshard.Mean(jnp.sum(x * batch["weights"]), jnp.sum(batch["weights"]))
+    }
+    return jshard.Mean(jnp.sum(x), len(x)), read
+
+
+def reading_loss(model, batch):
+    x, weights = batch["x"][:, 0], batch["weights"]
+    loss = jshard.Mean(jnp.sum(x * weights), jnp.sum(weights))
+    return loss + jshard.Mean(jnp.ones(()), 1)  # once a batch
+
+
+@pytest.mark.parametrize("loss", [weighed_loss, reading_loss])
+def test_copies_count_nothing_whether_or_not_the_loss_reads_their_weights(loss):
+    with jax.enable_x64(True):
+        run, state, _ = prepared()
+        recipe = SimpleNamespace(loss_fn=loss)
+        job = SimpleNamespace(fsdp=run.job.fsdp, recipe=recipe)
+        run = SimpleNamespace(**vars(run) | {"job": job})
+        rows = [example(i) | {"weights": np.float64(i + 1)} for i in range(19)]
+        examples = grain.MapDataset.source(rows)
+        got = prepare_evaluation(run, examples)(state)
+        x = np.stack([row["x"][0] for row in rows])
+        weighed = np.average(x, weights=np.arange(1, 20))
+        if loss is reading_loss:
+            assert got == pytest.approx({"eval_loss": weighed + 1})
+        else:
+            want = {"eval_loss": np.mean(x), "eval_read": weighed}
+            assert got == pytest.approx(want)
+
+
 @pytest.mark.slow
 def test_two_processes_evaluate_them_exactly_too(tmp_path):
     with Processes(2, 4, tmp_path) as processes:

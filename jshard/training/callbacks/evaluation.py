@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jshard.cli.formatting import did_you_mean
-from jshard.data.batches import eval_batches
+from jshard.data.batches import eval_batches, has_weights
 from jshard.errors import RunFailed, UserError
 from jshard.evaluate.in_runs import RunTasks
 from jshard.fsdp.state import TrainState
@@ -91,6 +91,8 @@ def prepare_evaluation(
             for factor, batch in eval_batches(data, max_batches=limit, **reader):
                 previous = total
                 means = eval_step(state, fsdp.shard_batch(run.filled(batch)))
+                if factor < 0 and has_weights(batch) and means.leaves_out():
+                    continue  # the copies weighed nothing
                 total = total + (means if factor == 1 else means.scaled(factor))
                 jax.block_until_ready(previous)  # run one batch ahead, as in training
             means = total.compute()
