@@ -22,7 +22,7 @@ MOST_LINES = {
     "generation": 1214,
     "start-up note": 444,
     "fsdp": 2080,
-    "nn": 1880,
+    "nn": 1890,
     "optim": 1067,
     "unit": 3190,
     "cpu": 423,
