@@ -114,8 +114,8 @@ def _count(
             state = merge_state(state, after, last=slices[1] == len(micro[1]) - 1)
         return state, found
 
-    _, found = lax.scan(one, arrays.model_state, micro)
-    return tuple(
-        [None if x is None else add_up(sum_of(x), manual_axes()) for x in terms]
-        for terms in found
-    )
+    def globally(x: Any) -> Any:
+        return None if x is None else add_up(sum_of(x), manual_axes())
+
+    _, (counts, totals) = lax.scan(one, arrays.model_state, micro)
+    return list(map(globally, counts)), list(map(globally, totals))

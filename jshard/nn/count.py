@@ -6,6 +6,7 @@ A batch of a large job may have more than 2**31 tokens, and float32 counts to 2*
 import dataclasses
 import functools
 import numbers
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -107,7 +108,7 @@ def sum_of(values: Any) -> Any:
     return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), values)
 
 
-def times(value: Any, factor: numbers.Rational | float) -> Any:
+def times(value: Any, factor: Fraction | float) -> Any:
     """Multiplies a number of either kind; a Count outside of ``jit``.
 
     A product of a Count that is not whole is a float.

@@ -5,6 +5,7 @@ import functools
 import numbers
 import operator
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NoReturn
 
 import jax
@@ -183,7 +184,7 @@ class Means:
 
     __radd__ = __add__
 
-    def scaled(self, factor: numbers.Rational | float) -> "Means":
+    def scaled(self, factor: Fraction | float) -> "Means":
         """Counts each example ``factor`` times; -1 subtracts a batch."""
         return self._map(
             lambda mean: Mean(times(mean.total, factor), times(mean.count, factor))

@@ -146,7 +146,7 @@ def test_the_heads_gradient_adds_up_in_float32():
     # A thousand equal terms: in bfloat16 the sum would stop at 256 times one of them.
     one = arguments((1, 1), dtype=jnp.bfloat16)
     many = [np.tile(np.asarray(x), (1000, *[1] * (x.ndim - 1))) for x in one]
-    many[1] = one[1]
+    many[1] = np.asarray(one[1])
     _, (_, dhead, _) = value_and_grads(functools.partial(total, chunk=1), *many)
     _, (_, want, _) = value_and_grads(
         plain, *[np.asarray(x, np.float32) for x in one[:2]], *one[2:]

@@ -59,8 +59,10 @@ def test_masks_are_bitwise_equal_on_every_mesh_and_without_one():
     for count in range(2):
         got = np.asarray(drop(module, jnp.ones(SHAPE)))
         np.testing.assert_array_equal(got > 0, by_definition(count))
-    for sizes in ({"context": 2, "replica": 2}, {"context": 2, "tensor": 2}):
-        np.testing.assert_array_equal(kept(jshard.make_mesh(**sizes)), want)
+    meshes = [jshard.make_mesh(context=2, replica=2)]
+    meshes += [jshard.make_mesh(context=2, tensor=2)]
+    for mesh in meshes:
+        np.testing.assert_array_equal(kept(mesh), want)
     np.testing.assert_array_equal(
         kept(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), 2), want
     )
@@ -213,7 +215,8 @@ def test_numbers_of_examples_are_dropped_where_sequences_are_split():
         with split_sequences():
             return nnx.merge(graphdef, state)(x_B)
 
-    mesh = jshard.make_mesh(context=2)
-    specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
-    mapped = jax.shard_map(run, mesh=mesh, check_vma=False, **specs)
+    mesh, same = jshard.make_mesh(context=2), PartitionSpec()
+    mapped = jax.shard_map(
+        run, mesh=mesh, in_specs=same, out_specs=same, check_vma=False
+    )
     assert jax.eval_shape(mapped, state, jnp.ones(6)).shape == (6,)

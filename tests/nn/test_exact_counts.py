@@ -64,12 +64,12 @@ def test_a_batch_of_copies_is_subtracted_to_the_last_unit():
 
 def test_evaluated_batches_add_up_beyond_an_int32():
     many = 2**31 - 5
-    batch = Means(
-        Mean(2.0 * many, exact(many)), {"hits": Mean(exact(many), exact(many))}
-    )
+    count = exact(many)
+    batch = Means(2.0 * Mean(1.0 * many, count), {"hits": Mean(count, count)})
     total: Any = sum([batch] * 5)
     assert total.compute() == {"loss": pytest.approx(2), "hits": 1}
-    assert int(total.loss.count) == int(total.metrics["hits"].total) == 5 * many
+    ((_, mean),) = total.loss.terms
+    assert int(mean.count) == int(total.metrics["hits"].total) == 5 * many
 
 
 # In a step.
