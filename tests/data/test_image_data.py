@@ -188,9 +188,8 @@ def test_hidden_folders_are_no_classes_and_empty_ones_are(folder):
 def test_more_devices_than_images_evaluate_each_once(tmp_path):
     path = write_folder(tmp_path / "few", per_class=1)
     dataset = image_data(str(path), "validation", **OPTIONS)
-    (part,) = eval_batches(dataset, batch_size=8)
-    factor, batch = part
-    assert factor * batch["weights"].sum() == 3
+    read = eval_batches(dataset, batch_size=8)
+    assert sum(factor * int(batch["weights"].sum()) for factor, batch in read) == 3
 
 
 def damage(folder: Path, *names: str) -> None:
