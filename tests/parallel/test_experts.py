@@ -27,7 +27,7 @@ CHOICES = BATCH * TIME * K // 8  # of each of eight devices
 
 
 @functools.cache
-def mixture(capacity: float = 1.25) -> tuple[Any, dict]:
+def mixture(capacity: float = 1.25) -> tuple[Any, Any]:
     config = LlamaConfig(
         width=D,
         hidden=F,

@@ -120,8 +120,8 @@ def test_copies_count_nothing_whether_or_not_the_loss_reads_their_weights(loss):
         run, state, _ = prepared()
         recipe = SimpleNamespace(loss_fn=loss)
         job = SimpleNamespace(fsdp=run.job.fsdp, recipe=recipe)
-        run = SimpleNamespace(**vars(run) | {"job": job})
-        rows = [example(i) | {"weights": np.float64(i + 1)} for i in range(19)]
+        run: Any = SimpleNamespace(**vars(run) | {"job": job})
+        rows: Any = [example(i) | {"weights": np.float64(i + 1)} for i in range(19)]
         examples = grain.MapDataset.source(rows)
         got = prepare_evaluation(run, examples)(state)
         x = np.stack([row["x"][0] for row in rows])
