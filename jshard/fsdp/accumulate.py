@@ -27,7 +27,7 @@ def split(batch: Any, number: int) -> Micro:
         x = jnp.asarray(x)
         if not x.ndim:
             return jnp.broadcast_to(x, (number,))
-        return x.reshape(number, -1, *x.shape[1:])
+        return x.reshape(number, x.shape[0] // number, *x.shape[1:])
 
     return jax.tree.map(cut, batch), jnp.arange(number, dtype=jnp.uint32)
 

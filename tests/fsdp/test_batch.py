@@ -12,6 +12,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
+from jshard.fsdp.accumulate import split
 from jshard.plan.start_up import describe
 from parity import make_update
 
@@ -160,3 +161,11 @@ def test_a_batch_of_scalars_alone_is_refused_in_one_line():
         with pytest.raises(jshard.UserError, match="got no arrays") as error:
             fsdp.shard_batch(batch)
         assert "\n" not in str(error.value)
+
+
+def test_micro_batches_have_arrays_without_columns_and_scalars_whole():
+    (found, index) = split({"none": np.zeros((8, 0)), "x": np.arange(8), "b": 0.5}, 2)
+    assert found["none"].shape == (2, 4, 0)
+    np.testing.assert_array_equal(found["x"], [[0, 1, 2, 3], [4, 5, 6, 7]])
+    np.testing.assert_array_equal(found["b"], [0.5, 0.5])
+    assert index.tolist() == [0, 1]
