@@ -115,8 +115,8 @@ def test_command(room: str) -> list[str]:
 def environment(folder: Path) -> dict[str, str]:
     """Variables of the tests: most of each run is what the run before compiled.
 
-    Programs of XLA and bytecode are looked up by what they were made of, so a change is
-    compiled.
+    XLA's programs are looked up by what they were made of, and bytecode by the time of
+    its file, so a change is compiled: a run takes longer than the second of that time.
     """
     programs = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / ".programs"),

@@ -151,13 +151,12 @@ def _check_shards(
         for x in entering if eqn.primitive.name.startswith("all_gather") else ():
             if x & own and x > own:
                 path = paths[(x >> len(axes)).bit_length() - 1]
-                module, _, weight = ".".join(map(str, path)).rpartition(".")
                 raise UserError(
-                    f"{line_of(eqn)}: the weight {weight!r} of {module!r} "
-                    "is gathered after its shard was combined with a device's own "
-                    "examples (jax.lax.cond or switch with a predicate for each "
-                    "example, under jax.vmap, does that); gather it before: full = "
-                    "jshard.gathered(module), and call that inside"
+                    f"weight {'.'.join(map(str, path))!r} is gathered after its shard "
+                    "was combined with a device's own examples (jax.lax.cond or switch "
+                    "with a predicate for each example, under jax.vmap, does that); "
+                    "gather it before: full = jshard.gathered(module), and call that "
+                    "inside"
                 )
         summed = union([of_axis.get(axis, 0) for axis in axes_of(eqn)])
         if eqn.primitive.name in ("all_to_all", "ppermute", "ragged_all_to_all"):
