@@ -262,7 +262,9 @@ def _places(
             compute=precision.compute or dtype,
             reduce=precision.reduce,
             sum=precision.sum,
-            sum_over=tuple(axis for axis in axes_of(mesh) if axis not in apart),
+            sum_over=tuple(
+                a for a in axes_of(mesh) if a not in apart and mesh.shape[a] > 1
+            ),
             sum_at="step" if once else "unit",
             trainable=trainable and is_float(variable.get_value()),
             hosted=policy.offload == "all" and dim is not None,
