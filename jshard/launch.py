@@ -30,6 +30,7 @@ from jshard.cli.options import Command, Option
 from jshard.cli.paths import path_problem
 from jshard.cli.terminal import leave_closed_terminal, show
 from jshard.distributed import cluster
+from jshard.distributed.schedulers import LOCAL
 from jshard.distributed.supervisor import JOB_FAILED
 from jshard.errors import RunFailed, UserError
 
@@ -241,9 +242,7 @@ class Launcher:
                 f"--num_processes={len(hosts)}",
                 f"--process_id={index}",
             ]
-            settings = {
-                cluster.LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"
-            }
+            settings = {LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"}
             if not self._options.port:
                 settings[cluster.ANY_PORT] = "1"
             self._processes.append(self._start(host, words, settings))

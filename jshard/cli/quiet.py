@@ -18,6 +18,7 @@ from pathlib import Path
 
 from jshard.cli.commands import COMMANDS
 from jshard.compat.plugin_log import LOGGER, in_one_line
+from jshard.errors import UserError
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # Commands that may only list or start others.
@@ -75,9 +76,22 @@ def without_remarks() -> Iterator[None]:
 
 
 def start_devices() -> None:
-    """Creates JAX's devices, without the remarks of a CUDA plugin on absent GPUs."""
-    with without_remarks():
-        importlib.import_module("jax").devices()
+    """Creates JAX's devices, without the remarks of a CUDA plugin on absent GPUs.
+
+    Raises:
+      UserError: there are none of those that JAX_PLATFORMS names.
+    """
+    try:
+        with without_remarks():
+            importlib.import_module("jax").devices()
+    except (AssertionError, RuntimeError) as error:  # without a plugin it only asserts
+        if not (platforms := os.environ.get("JAX_PLATFORMS")):
+            raise
+        said = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX finds no such device{said}; unset it to "
+            "compute on what this machine has"
+        ) from error
 
 
 def import_jax() -> None:

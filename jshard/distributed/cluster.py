@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jshard.cli.options import Option
+from jshard.distributed.schedulers import (
+    Scheduler,
+    find_scheduler,
+    gpus_seen,
+    sees_its_own_gpus,
+)
 from jshard.errors import UserError
 
 _COUNT: dict[str, Any] = {"kind": int, "at_most": 999_999_999}
@@ -26,8 +32,7 @@ OPTIONS = {
     ),
 }  # fmt: skip
 
-# Environment variables that jshard.launch sets for the processes it starts.
-LOCAL = "JSHARD_LOCAL"  # "1/4": rank and number of processes on this host
+# Environment variable that jshard.launch sets for the processes it starts.
 ANY_PORT = "JSHARD_ANY_PORT"  # the launcher can pick another coordinator port
 PORT_TAKEN = 98  # process 0's exit code if that port is taken (EADDRINUSE)
 
@@ -45,107 +50,95 @@ class Cluster:
     found_by: str  # "options", "SLURM", ...
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scheduler:
-    """What the scheduler's environment variables say; None where they say nothing."""
-
-    name: str
-    process_id: int | None = None
-    num_processes: int | None = None
-    finds_coordinator: bool = False
-    local: tuple[int, int] | None = None  # rank and number of processes on this host
-
-
 def find_cluster(
     options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Cluster | None:
     """Returns the job that this process belongs to, or None if it runs alone.
 
-    Options take precedence over the environment set by SLURM's srun, Open MPI's
-    mpirun, an indexed Job (or JobSet) of Kubernetes, or Google Cloud's TPU hosts.
+    Options take precedence over the environment that a scheduler sets
+    (``find_scheduler``).
 
     Args:
       options: values of ``OPTIONS`` by name; None or absent if not given.
       environ: environment variables.
 
     Raises:
-      UserError: an option is malformed, or one is missing.
+      UserError: an option is malformed, or one is missing; or the environment says that
+        this is one of several processes, and not all that is needed to join them.
     """
-    found = _find_scheduler(environ)
+    found = find_scheduler(environ)
     options = {name: options.get(name) for name in OPTIONS}
     options = {name: value for name, value in options.items() if value is not None}
     num_processes = options.get("num_processes", found.num_processes)
     process_id = options.get("process_id", found.process_id)
     address = environ.get("JAX_COORDINATOR_ADDRESS")
-    coordinator = options.get("coordinator", address)
+    coordinator = options.get("coordinator", address or found.coordinator)
     found_by = "options" if "process_id" in options else found.name
 
     if num_processes is None:
         for name in ("coordinator", "process_id"):
             if name in options:
                 raise UserError(f"--{name} also needs --num_processes=N")
+        told = found.variable or ("JAX_COORDINATOR_ADDRESS" if address else "")
+        if told:
+            raise UserError(
+                f"{told}={environ[told]}: this is one of several processes, but their "
+                "number is unknown; give --num_processes=N, or --num_processes=1 to "
+                "train alone"
+            )
         return None
     if num_processes == 1:
         return None
     if process_id is None:
         raise UserError(
-            f"--num_processes={num_processes}: the rank of this process is unknown; "
-            f"give --process_id=0 to {num_processes - 1}"
+            f"the rank of this process is unknown, one of {num_processes}; give "
+            f"--process_id=0 to {num_processes - 1}"
         )
     if process_id >= num_processes:
         raise UserError(
-            f"--process_id={process_id}: must be less than the number of processes, "
-            f"{num_processes}"
+            f"the rank of this process is {process_id}, but must be less than the "
+            f"number of processes, {num_processes}"
         )
     if coordinator is not None:
         _check_address(coordinator)
     elif not found.finds_coordinator or found_by == "options":
         raise UserError(
-            "the address of process 0 is unknown; give --coordinator=HOST:PORT, a host "
-            "that all processes can reach and a free port on it"
+            f"{_said(found, num_processes)}the address of process 0 is unknown; give "
+            "--coordinator=HOST:PORT, a host that all processes can reach and a free "
+            "port on it"
         )
     ids = options.get("local_device_ids", environ.get("JAX_LOCAL_DEVICE_IDS"))
     if ids is not None:
         devices = _device_ids(ids)
-    elif found.local and "SLURM_GPUS_PER_TASK" not in environ:
-        devices = share_of_gpus(*found.local, environ, found.name)
-    else:  # all that it sees; with that variable SLURM shows each task its own
-        devices = None
+    else:
+        devices = _own_devices(found, environ)
     return Cluster(process_id, num_processes, coordinator, devices, found_by)
 
 
-def _find_scheduler(environ: Mapping[str, str]) -> _Scheduler:
-    def number(name: str) -> int:
-        return int(environ[name])
+def _own_devices(
+    found: Scheduler, environ: Mapping[str, str]
+) -> tuple[int, ...] | None:
+    """Returns the GPUs of a process, by what started it; None is all that it sees."""
+    if found.local is None or (gpus := _count_gpus(environ)) == 0:
+        return None
+    rank, processes = found.local
+    if processes is None:
+        if gpus == 1:
+            return None
+        raise UserError(
+            f"{found.name} does not say how many processes share the {gpus} GPUs of "
+            "this host; give each --local_device_ids"
+        )
+    if found.name == "SLURM" and sees_its_own_gpus(environ, processes):
+        return None
+    return share_of_gpus(rank, processes, environ, found.name)
 
-    if LOCAL in environ:
-        rank, size = environ[LOCAL].split("/")
-        return _Scheduler("launch", local=(int(rank), int(size)))
-    # Variables of the job step that srun creates: a batch script has no rank itself.
-    if {"SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"} <= set(environ):
-        tasks = []  # of each node, from text like "4(x2),3"
-        for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-            if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-                tasks += [int(match[1])] * int(match[2] or 1)
-        node = int(environ.get("SLURM_NODEID", "0"))
-        local = (number("SLURM_LOCALID"), tasks[node]) if node < len(tasks) else None
-        size = number("SLURM_STEP_NUM_TASKS")
-        return _Scheduler("SLURM", number("SLURM_PROCID"), size, True, local)
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        rank, size = number("OMPI_COMM_WORLD_RANK"), number("OMPI_COMM_WORLD_SIZE")
-        finds = "OMPI_MCA_orte_hnp_uri" in environ  # not set by Open MPI 5
-        local = None
-        if "OMPI_COMM_WORLD_LOCAL_SIZE" in environ:
-            local_rank = number("OMPI_COMM_WORLD_LOCAL_RANK")
-            local = local_rank, number("OMPI_COMM_WORLD_LOCAL_SIZE")
-        return _Scheduler("Open MPI", rank, size, finds, local)
-    if "JOB_COMPLETION_INDEX" in environ:  # a pod is not told how many there are
-        return _Scheduler("Kubernetes", number("JOB_COMPLETION_INDEX"))
-    if "TPU_WORKER_HOSTNAMES" in environ:
-        size = len(environ["TPU_WORKER_HOSTNAMES"].split(","))
-        rank = int(environ.get("TPU_WORKER_ID", 0))
-        return _Scheduler("Google Cloud", rank, size, True)
-    return _Scheduler("options")
+
+def _said(found: Scheduler, num_processes: int) -> str:
+    """Returns who says that there are several processes, for messages."""
+    if not found.variable:
+        return ""
+    return f"{found.name} started {num_processes} processes ({found.variable}), but "
 
 
 def _check_address(coordinator: str) -> None:
@@ -171,10 +164,8 @@ def _count_gpus(environ: Mapping[str, str]) -> int:
     """Returns how many GPUs of this host a process sees and may use."""
     if environ.get("JAX_PLATFORMS") == "cpu":
         return 0
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(list(Path("/dev").glob("nvidia[0-9]*")))
-    return len(list(filter(None, visible.split(","))))
+    seen = gpus_seen(environ)
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) if seen is None else seen
 
 
 def share_of_gpus(

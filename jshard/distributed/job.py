@@ -42,13 +42,13 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
         return
     end_with_parent()
     report(phase="waiting")
-    with gathered(cluster, _listen(cluster)):
+    with gathered(cluster, _listen(cluster)), _without_proxies():
         jax.distributed.initialize(
             cluster.coordinator,
             cluster.num_processes,
             cluster.process_id,
             list(cluster.local_device_ids or ()),  # [] takes all devices, None only one
-            coordinator_bind_address=_bind_address(cluster.coordinator),
+            coordinator_bind_address=_bind_address(cluster),
         )
         peers = _Distributed(cluster)
     try:
@@ -64,15 +64,32 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
     peers.leave(0)
 
 
-def _bind_address(coordinator: str | None) -> str | None:
+@contextlib.contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Hides proxies within it, through which gRPC would look for process 0.
+
+    gRPC reads these variables when it opens a connection (its
+    doc/environment_variables.md).
+    """
+    proxies = ("grpc_proxy", "http_proxy", "https_proxy")
+    hidden = {x: os.environ.pop(x) for x in list(os.environ) if x.lower() in proxies}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _bind_address(cluster: Cluster) -> str | None:
     """Returns where process 0 listens; None is what JAX does, on all addresses.
 
     If the other processes reach it by this machine's own address, nobody else can.
-    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts.
+    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts. A PyTorchJob
+    gives process 0 such an address, and the others its name.
     """
     given = "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
-    host = (coordinator or "").rpartition(":")[0]
-    return coordinator if host in LOOPBACK and not given else None
+    host = (cluster.coordinator or "").rpartition(":")[0]
+    own = host in LOOPBACK and cluster.found_by != "PyTorch"
+    return cluster.coordinator if own and not given else None
 
 
 def _listen(cluster: Cluster) -> socket.socket | None:
@@ -83,7 +100,7 @@ def _listen(cluster: Cluster) -> socket.socket | None:
     if cluster.process_id or cluster.coordinator is None:
         return None
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    host = (bound or _bind_address(cluster.coordinator) or "").rpartition(":")[0]
+    host = (bound or _bind_address(cluster) or "").rpartition(":")[0]
     try:
         return listen(host.strip("[]"), int(cluster.coordinator.rpartition(":")[2]))
     except OSError as error:

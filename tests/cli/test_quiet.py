@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import pytest
+
+import jshard
+from jshard.cli.quiet import start_devices
+
 SCRIPT = """
 import os
 from jshard.cli import quiet
@@ -41,3 +47,27 @@ def test_what_is_said_before_an_abort_is_not_lost():
     said = errors("os.write(2, b'F0000 the end'), os.abort()")
     assert "a warning" in said
     assert "F0000 the end" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("Unable to initialize backend 'cuda': no plugin\nmore"),
+            "no plugin",
+        ),
+        (AssertionError(), "JAX finds no such device; unset it"),
+    ],
+)
+def test_devices_that_are_asked_for_and_not_there_are_named_in_one_line(
+    error, said, monkeypatch
+):
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(jshard.UserError, match="JAX_PLATFORMS=cuda: ") as found:
+        start_devices()
+    assert said in str(found.value)
+    assert "\n" not in str(found.value)

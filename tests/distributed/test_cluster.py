@@ -65,7 +65,6 @@ EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
             {"JOB_COMPLETION_INDEX": "2"},
             Cluster(2, 3, "host0:1234", None, "Kubernetes"),
         ),
-        ({}, {"JOB_COMPLETION_INDEX": "2"}, None),  # of a job that is none of ours
         (
             {},
             {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"},

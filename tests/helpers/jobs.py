@@ -145,7 +145,7 @@ class Job:
 
 def environment() -> dict[str, str]:
     """That of a user with CPUs alone, whose programs compile fast."""
-    drop = ("JAX_", "XLA_", "JSHARD_", "SLURM_", "OMPI_")
+    drop = ("JAX_", "XLA_", "JSHARD_", "SLURM", "OMPI_", "PMI", "RANK", "WORLD_SIZE")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
     return kept | {
         "JAX_PLATFORMS": "cpu",

@@ -33,7 +33,9 @@ class Launched:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jshard.launch", *options, "--", *words],
                 cwd=folder,
-                env=environment() | {MARK: self.mark},
+                # A cluster's proxy, which no process needs to find another.
+                env=environment()
+                | {MARK: self.mark, "http_proxy": "http://127.0.0.1:9"},
                 stdout=out,
                 stderr=err,
             )
