@@ -61,8 +61,9 @@ def find_scheduler(environ: Mapping[str, str]) -> Scheduler:
         neither is known to be within the other, disagree.
     """
     if LOCAL in environ:
-        rank, size = environ[LOCAL].split("/")
-        return Scheduler("launch", local=(int(rank), int(size)))
+        rank, _, size = environ[LOCAL].partition("/")
+        local = _pair({"rank": rank, "size": size}, "rank", "size")
+        return Scheduler("launch", local=local)
     if "TORCHELASTIC_RUN_ID" in environ:
         return _pytorch("torchrun", environ)
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -114,8 +115,12 @@ def _number(environ: Mapping[str, str], name: str | None) -> int | None:
 def _pair(
     environ: Mapping[str, str], rank: str | None, size: str | None
 ) -> tuple[int, int | None] | None:
-    first = _number(environ, rank)
-    return None if first is None else (first, _number(environ, size))
+    first, second = _number(environ, rank), _number(environ, size)
+    if first is None:
+        return None
+    if second is not None and first >= second:
+        raise UserError(f"{rank}={first}: must be less than {size}={second}")
+    return first, second
 
 
 def _pytorch(name: str, environ: Mapping[str, str]) -> Scheduler:
@@ -166,12 +171,17 @@ def _slurm(environ: Mapping[str, str]) -> Scheduler | None:
         environ
     ):
         return None
-    tasks: list[int] = []  # of each node, from text like "4(x2),3"
+    node, tasks = _number(environ, "SLURM_NODEID") or 0, None
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
-            tasks += [int(match[1])] * int(match[2] or 1)
-    node, index = _number(environ, "SLURM_NODEID") or 0, "SLURM_LOCALID"
-    local = (_number(environ, index) or 0, tasks[node]) if node < len(tasks) else None
+        # Tasks of each node, as in "4(x2),3".
+        if match := re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part):
+            node -= int(match[2] or 1)
+            if node < 0 and tasks is None:
+                tasks = match[1]
+    local = None
+    if tasks is not None:
+        here = {"SLURM_LOCALID": environ.get("SLURM_LOCALID", "0"), "tasks": tasks}
+        local = _pair(here, "SLURM_LOCALID", "tasks")
     rank, size = (_number(environ, f"SLURM_{x}") for x in ("PROCID", "STEP_NUM_TASKS"))
     return Scheduler("SLURM", "SLURM_PROCID", rank, size, None, True, local)
 
@@ -212,9 +222,14 @@ def _are_apart(kind: str, value: str, tasks: int) -> bool:
     """Returns whether lists like "0*2,1" give the tasks of a node different GPUs."""
     masks: list[int] = []
     for part in value.split(","):
-        text, _, times = part.partition("*")
-        mask = 1 << int(text) if kind == "map" else int(text, 16)
-        masks += [mask] * int(times or 1)
+        match = re.fullmatch(r"((?:0x)?[0-9a-f]{1,64})(?:\*(\d{1,4}))?", part.lower())
+        number = r"\d{1,4}" if kind == "map" else r"\w+"
+        if match is None or not re.fullmatch(number, match[1]):
+            return False
+        mask = 1 << int(match[1]) if kind == "map" else int(match[1], 16)
+        masks += [mask] * int(match[2] or 1)
+    if not masks:
+        return False
     seen = 0
     for task in range(tasks):
         mask = masks[task % len(masks)]

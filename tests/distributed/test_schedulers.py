@@ -1,5 +1,9 @@
 """What schedulers and launchers set is read as their documentation says, or refused."""
 
+import contextlib
+
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 import jshard
@@ -154,3 +158,40 @@ def test_an_environment_of_several_processes_that_says_too_little_is_refused(
     with pytest.raises(jshard.UserError, match=message) as error:
         find_cluster(options, environ)
     assert "\n" not in str(error.value)
+
+
+ALL = [
+    TORCHRUN,
+    DEEPSPEED,
+    STEP | FOUR,
+    STEP | {"SLURMD_TRES_BIND": "gres/gpu:map:0*2,1"} | FOUR,
+    PMI,
+    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"} | FOUR,
+    {"JSHARD_LOCAL": "0/2"},
+    {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"},
+]
+PIECES = [
+    "",
+    "0",
+    "1",
+    "-1",
+    "9" * 9,
+    "9" * 30,
+    "x",
+    "(x",
+    ")",
+    ",",
+    "*",
+    "/",
+    ":",
+    "0x",
+]
+VALUES = st.lists(st.sampled_from(PIECES), max_size=4).map("".join)
+
+
+@hypothesis.given(st.sampled_from(ALL), st.data())
+def test_a_malformed_variable_ends_in_no_traceback(environ, data):
+    name = data.draw(st.sampled_from(sorted(environ)))
+    options = data.draw(st.sampled_from([{}, AT]))
+    with contextlib.suppress(jshard.UserError):
+        find_cluster(options, environ | {name: data.draw(VALUES)})
