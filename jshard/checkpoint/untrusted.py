@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 MOST_JSON = 2**25  # bytes of a file; the index of the largest models has 9 MB
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_LONGEST = 255  # bytes of a name, on all file systems in use
 _DEEPEST = 100  # levels; what reads the values may recurse, and Python's limit is 1000
 
 
@@ -33,14 +36,14 @@ def _members(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def read_json(file: Path) -> Any:
-    """Reads a JSON file.
+def read_json(file: Path, most: int = MOST_JSON) -> Any:
+    """Reads a JSON file of at most so many bytes.
 
     Raises:
       OSError: It cannot be read, or it is a pipe or a device, which may never end.
       ValueError: It is not JSON, or larger or nested deeper than what is meant here.
     """
-    return parse_json(_read(file))
+    return parse_json(_read(file, most))
 
 
 def read_text(file: Path) -> str:
@@ -50,15 +53,15 @@ def read_text(file: Path) -> str:
       OSError: It cannot be read, or it is a pipe or a device, which may never end.
       ValueError: It is not UTF-8, or larger than what is meant here.
     """
-    return _read(file).decode()
+    return _read(file, MOST_JSON).decode()
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, most: int) -> bytes:
     status = file.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise OSError(errno.EINVAL, "not a regular file", str(file))
-    if status.st_size > MOST_JSON:
-        raise ValueError(f"{status.st_size:,} bytes, more than {MOST_JSON:,}")
+    if status.st_size > most:
+        raise ValueError(f"{status.st_size:,} bytes, more than {most:,}")
     return file.read_bytes()
 
 
@@ -66,10 +69,13 @@ def path_inside(folder: Path, name: Any) -> Path:
     """Returns the path of a file of ``folder``, from its name in a list of files.
 
     Raises:
-      ValueError: It is no such name: absolute, with "..", or no path at all.
+      ValueError: It is no such name: absolute, with "..", with control characters,
+        longer than file systems take, or no path at all.
     """
     parts = name.split("/") if isinstance(name, str) else [""]
-    if any(part in ("", ".", "..") for part in parts) or "\0" in name:
+    if any(part in ("", ".", "..") for part in parts) or _CONTROL.search(name):
         raise ValueError(f"{name!r} is not the name of a file in the folder")
-    os.fsencode(name)  # raises UnicodeEncodeError
+    # fsencode raises UnicodeEncodeError, a ValueError.
+    if max(len(os.fsencode(part)) for part in parts) > _LONGEST:
+        raise ValueError(f"{name[:40]!r}... is longer than the name of a file can be")
     return folder / name

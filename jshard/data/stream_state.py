@@ -16,10 +16,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint.untrusted import read_json
+from jshard.cli.formatting import format_bytes
 from jshard.data.stream_reader import StreamState
 from jshard.errors import UserError
 
 FILE = "data_state.json"  # in a step's folder
+MOST = 2**28  # bytes of it: a buffer of examples fits, and JSON of it can be parsed
 
 
 def state_files(state: StreamState | None) -> dict[str, str]:
@@ -31,7 +33,7 @@ def state_files(state: StreamState | None) -> dict[str, str]:
       state: That of this process's parts; None for data without one.
 
     Raises:
-      UserError: Something in a state can not be stored.
+      UserError: Something in a state can not be stored, or is too large.
     """
     if state is None:
         return {}
@@ -45,7 +47,14 @@ def state_files(state: StreamState | None) -> dict[str, str]:
         "parts": state.parts,
         "of_part": of_part,
     }
-    return {FILE: json.dumps(about)}
+    text = json.dumps(about)
+    if len(text) > MOST:
+        raise UserError(
+            f"data: the state of {state.kind} takes {format_bytes(len(text))} in a "
+            f"checkpoint, of which {format_bytes(MOST)} can be read again; keep "
+            "what the source can read again, such as a buffer of examples, out of it"
+        )
+    return {FILE: text}
 
 
 def read_state(folder: Path | None) -> StreamState | None:
@@ -57,7 +66,7 @@ def read_state(folder: Path | None) -> StreamState | None:
     if folder is None or not (folder / FILE).exists():
         return None
     try:
-        about = read_json(folder / FILE)
+        about = read_json(folder / FILE, MOST)
         of_part = {int(part): _decoded(x) for part, x in about["of_part"].items()}
         if sorted(of_part) != list(range(about["parts"])):
             raise ValueError("it lacks parts")

@@ -3,7 +3,7 @@
 import base64
 import json
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,20 @@ from jshard.report.page import (
     table,
     tiles,
 )
+from jshard.report.run_files import (
+    METRICS,
+    printable,
+    read_numbers,
+    read_object,
+    read_picture,
+)
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
 GENERATED = "generated"  # the note of what the model wrote, by step
 CHANGED = "changed"  # the note of the keys whose values are not the recipe's
 _SHOWN = 6  # of these on the page
-METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
+_MOST_LEFT_OUT = 20  # lines of damage on the page
 
 # Values of the first step alone, the clock, or the reciprocal of another metric.
 _NO_CHART = ("step", "step_time", "time_to_first_step", "time")
@@ -44,12 +51,15 @@ _Series = Mapping[str, Sequence[tuple[int, float]]]  # (step, value) by metric
 def write_report(workdir: Path) -> None:
     """Writes a run's `report.html` from its config, metrics and notes.
 
-    If one of these files does not exist, its part of the page is left out.
+    If one of these files does not exist, its part of the page is left out. So is what
+    is damaged, and the page says so: a report ends no run.
     """
-    config = _read_json(workdir / "config.json")
-    notes = _read_json(workdir / "notes.json")
-    page = _render(workdir, config, read_metrics(workdir), notes)
-    replace_file(workdir / REPORT, page)
+    config, of_config = read_object(workdir / "config.json")
+    notes, of_notes = read_object(workdir / "notes.json")
+    metrics, of_metrics = read_numbers(workdir)
+    left_out = [*of_config, *of_notes, *of_metrics]
+    page = _render(workdir, config, metrics, notes, left_out)
+    replace_file(workdir / REPORT, printable(page))
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
@@ -79,25 +89,41 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
 
 
 def _render(
-    workdir: Path, config: _Object, metrics: Sequence[_Object], notes: _Object
+    workdir: Path,
+    config: _Object,
+    metrics: Sequence[_Object],
+    notes: _Object,
+    left_out: list[str],
 ) -> str:
-    recipe = notes.get("recipe", "")
-    # Functions that a program gives to a Trainer have no file, and so no name.
-    in_file = split_path(recipe)[0].endswith(".py")
-    title = short_name(recipe) if in_file else workdir.absolute().name
-    where = str(workdir.absolute())
-    if steps := notes.get("resumed"):
-        listed = ", ".join(map(str, steps))
-        where += f" · resumed at {'steps' if len(steps) > 1 else 'step'} {listed}"
-    if stopped := notes.get("stopped"):
-        where += f" · stopped at step {stopped['step']}: {stopped['why']}"
+    """Returns the page; adds to ``left_out`` what notes are not of a run."""
+
+    def part(name: str, make: Callable[[], Any], otherwise: Any = "") -> Any:
+        """Returns a part of the page, unless what it is made of is damaged."""
+        try:
+            return make()
+        # What values of any other type, size or structure end in.
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            OSError,
+        ) as error:
+            left_out.append(f"{name}: {type(error).__name__}: {error}")
+            return otherwise
+
     series: dict[str, list[tuple[int, float]]] = {}
     for line in metrics:
         for name, value in line.items():
             points = series.setdefault(name, [])
             if value is not None:  # it was not finite
                 points.append((line["step"], value))
-    references = notes.get("references", {})
+    title = part("recipe", lambda: _heading(workdir, notes), workdir.absolute().name)
+    where = str(workdir.absolute())
+    where += part("resumed", lambda: _resumed(notes))
+    where += part("stopped", lambda: _stopped(notes))
+    references = part("references", lambda: _references(notes), {})
     sections = [
         line_chart("Loss", _lines(series, "loss"), references=references, wide=True),
         tiles((value, name) for name, value in _results(series, references).items()),
@@ -105,18 +131,58 @@ def _render(
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:
-        sections.append(section("Samples", _generated(notes[GENERATED])))
+        made = part(GENERATED, lambda: _generated(notes[GENERATED]))
+        sections.append(section("Samples", made))
     if checkpoints := _checkpoints(series):
         sections.append(section("Checkpoints", checkpoints))
     if "start_up" in notes:
-        sections.append(section("Set-up", f"<pre>{escape(notes['start_up'])}</pre>"))
-    for name, shown in notes.get(SAMPLES, {}).items():
+        text = escape(str(notes["start_up"]))
+        sections.append(section("Set-up", f"<pre>{text}</pre>"))
+    sections.append(part(SAMPLES, lambda: _samples(workdir, notes.get(SAMPLES, {}))))
+    if "pictures" in notes:
+        made = part("pictures", lambda: pictures(notes["pictures"]))
+        sections.append(section("Predictions", made))
+    made = part("config", lambda: _config(config, notes.get(CHANGED, ())))
+    sections.append(section("Config", made))
+    if left_out:
+        lines = [[line] for line in left_out[:_MOST_LEFT_OUT]]
+        heading = f"Left out: {len(left_out)} of what the files hold"
+        sections.append(section(heading, table(lines)))
+    return document(title, where, sections, ["page.css"], ["page.js"])
+
+
+def _heading(workdir: Path, notes: _Object) -> str:
+    recipe = notes.get("recipe", "")
+    # Functions that a program gives to a Trainer have no file, and so no name.
+    in_file = split_path(recipe)[0].endswith(".py")
+    return short_name(recipe) if in_file else workdir.absolute().name
+
+
+def _resumed(notes: _Object) -> str:
+    if not (steps := notes.get("resumed")):
+        return ""
+    listed = ", ".join(map(str, steps))
+    return f" · resumed at {'steps' if len(steps) > 1 else 'step'} {listed}"
+
+
+def _stopped(notes: _Object) -> str:
+    stopped = notes.get("stopped")
+    if not stopped:
+        return ""
+    return f" · stopped at step {stopped['step']}: {stopped['why']}"
+
+
+def _references(notes: _Object) -> dict[str, float]:
+    given = notes.get("references", {})
+    return {str(name): float(value) for name, value in given.items()}
+
+
+def _samples(workdir: Path, samples: _Object) -> str:
+    sections = []
+    for name, shown in samples.items():
         heading = f"{_title(name)} at step {shown['step']}"
         sections.append(section(heading, _sample(workdir, shown)))
-    if "pictures" in notes:
-        sections.append(section("Predictions", pictures(notes["pictures"])))
-    sections.append(section("Config", _config(config, notes.get(CHANGED, ()))))
-    return document(title, where, sections, ["page.css"], ["page.js"])
+    return "".join(sections)
 
 
 def _generated(texts: Sequence[_Object]) -> str:
@@ -131,7 +197,7 @@ def _generated(texts: Sequence[_Object]) -> str:
         if one["eval_loss"] is not None:
             heading += f", validation loss {one['eval_loss']:.4f}"
         text = escape(one["text"])
-        parts.append(f"<h3>{heading}</h3><pre>{text}</pre>")
+        parts.append(f"<h3>{escape(heading)}</h3><pre>{text}</pre>")
     return "".join(parts)
 
 
@@ -139,10 +205,11 @@ def _sample(workdir: Path, shown: _Object) -> str:
     """Returns a text, or a picture within the page."""
     if "text" in shown:
         return f"<pre>{escape(shown['text'])}</pre>"
-    file = workdir / shown["picture"]
-    if not file.exists():
-        return f"<p>{escape(str(file))} is missing</p>"
-    data = base64.b64encode(file.read_bytes()).decode()
+    name = shown["picture"]
+    try:
+        data = base64.b64encode(read_picture(workdir, name)).decode()
+    except FileNotFoundError:
+        return f"<p>{escape(str(workdir / name))} is missing</p>"
     return f'<img class="picture" alt="" src="data:image/png;base64,{data}">'
 
 
@@ -274,7 +341,3 @@ def _title(name: str) -> str:
         "data wait": "Waited for data, s",
     }
     return named.get(name, name.capitalize())
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,5 +1,6 @@
 """A lock that lets one process at a time write to a folder."""
 
+import errno
 import fcntl
 import os
 import warnings
@@ -30,9 +31,16 @@ def lock_folder(folder: Path) -> IO[str]:
       ends.
 
     Raises:
-      UserError: Another process has locked the folder.
+      UserError: Another process has locked the folder, or the file is a link, whose
+        target would be overwritten.
     """
-    lock = (folder / _FILE).open("a+", encoding="utf-8")
+    try:
+        number = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UserError(f"{folder / _FILE} is a link: remove it") from error
+    lock = os.fdopen(number, "r+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -44,7 +52,8 @@ def lock_folder(folder: Path) -> IO[str]:
             "process trains there",
             stacklevel=2,
         )
-    lock.truncate(0)
+    lock.seek(0)
+    lock.truncate()
     lock.write(str(os.getpid()))
     lock.flush()
     _held.add(lock)

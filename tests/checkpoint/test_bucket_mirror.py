@@ -133,3 +133,20 @@ def test_a_temporary_folder_is_named_after_its_url():
     assert folder.name.startswith(f"jshard-s3-b-{'x' * 95}-")
     assert folder.is_dir()
     folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["samples/../../evil", "samples//etc/evil", "samples/a\nb", "samples/" + 300 * "x"],
+)
+def test_no_key_of_a_bucket_is_written_outside_of_the_copy(
+    key, there, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Objects, "paths", lambda self, prefix: [key])
+    monkeypatch.setattr(Objects, "read", lambda self, name: (b"evil", None))
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^s3:\S+: ") as error:
+        mirror.fetch_run(there, run)
+    assert "\n" not in str(error.value)
+    assert not [p for p in tmp_path.rglob("*") if "evil" in p.name]

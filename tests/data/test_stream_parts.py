@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jshard.data.stream_reader import PartReader, _difference
+from jshard.checkpoint.untrusted import MOST_JSON
+from jshard.data import stream_state
+from jshard.data.stream_reader import PartReader, StreamState, _difference
 from jshard.errors import UserError
 
 
@@ -97,3 +99,19 @@ def test_what_differs_in_two_states_is_said_by_its_place():
     # What is None, or numbers alone, may be something else later.
     assert _difference(found, found | {"a": None}) == ""
     assert _difference(found | {"a": [1, 2]}, found | {"a": [1]}) == ""
+
+
+def test_a_large_state_is_read_again_and_a_larger_one_refused_at_its_save(
+    tmp_path, monkeypatch
+):
+    assert stream_state.MOST > MOST_JSON
+    state = StreamState("an iterator", 1, {0: {"buffer": np.zeros(2**16, np.uint8)}})
+    monkeypatch.setattr(stream_state, "MOST", 10**5)
+    for name, text in stream_state.state_files(state).items():
+        (tmp_path / name).write_text(text)
+    read = stream_state.read_state(tmp_path)
+    assert read is not None
+    np.testing.assert_array_equal(read.of_part[0]["buffer"], np.zeros(2**16))
+    monkeypatch.setattr(stream_state, "MOST", 10**4)
+    with pytest.raises(UserError, match=r"the state of an iterator takes 85\.\d KiB"):
+        stream_state.state_files(state)

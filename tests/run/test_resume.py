@@ -338,6 +338,15 @@ def test_an_open_folder_cannot_be_opened_again_and_a_closed_one_can(run, config)
     RunFolder(run, config, resume_from=4).__exit__()
 
 
+def test_a_lock_that_is_a_link_is_not_followed(run, config, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (run / ".lock").unlink(missing_ok=True)
+    (run / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=r"\.lock is a link: remove it"):
+        lock_folder(run)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     def flock(file, operation):
         raise OSError(38, "Function not implemented")

@@ -53,7 +53,11 @@ def _step_in(local: Path, url: str) -> Path:
     Raises:
       UserError: The URL ends in no name, as ".." or "-x" do.
     """
-    name = url.rpartition("/")[2].partition("-")[0]
+    return _file_in(local, url.rpartition("/")[2].partition("-")[0], url)
+
+
+def _file_in(local: Path, name: str, url: str) -> Path:
+    """Returns the path of a file of the local copy, by the name that a bucket gives."""
     try:
         return path_inside(local, name)
     except ValueError as error:
@@ -73,12 +77,16 @@ def fetch_run(run: Objects, local: Path) -> bool:
 
     Returns:
       Whether it has checkpoints.
+
+    Raises:
+      UserError: A key leads out of the folder.
     """
     for name in (*_RUN, *run.paths(_PICTURES)):
+        file = _file_in(local, name, run.url)
         content, _ = run.read(name)
-        if content is not None and not (local / name).exists():
-            (local / name).parent.mkdir(exist_ok=True)
-            (local / name).write_bytes(content)
+        if content is not None and not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(content)
     return fetch_steps(run.below(CHECKPOINTS), local / CHECKPOINTS)
 
 

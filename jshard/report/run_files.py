@@ -1,0 +1,83 @@
+"""The files of a run as its report reads them: what is damaged is left out."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
+
+METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MOST_STEPS = 2**53
+
+
+def read_object(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns the object in a JSON file, or an empty one; and what is left out."""
+    if not file.exists():
+        return {}, []
+    try:
+        value = read_json(file)
+    except ValueError as error:
+        return {}, [f"{file.name}: {error}"]
+    if not isinstance(value, dict):
+        return {}, [f"{file.name}: it is not a JSON object"]
+    return value, []
+
+
+def read_numbers(workdir: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the metrics of each step, and what is left out.
+
+    Values are numbers, or None for those that were not finite. Data after the last
+    newline is incomplete.
+    """
+    path = workdir / METRICS
+    text = path.read_bytes() if path.exists() else b""
+    metrics, left_out = [], []
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):
+        try:
+            values = parse_json(line)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict) or not _is_step(values.get("step")):
+            left_out.append(f"{METRICS}, line {number}: it has no metrics of a step")
+            continue
+        numbers = {name: x for name, x in values.items() if _is_number(x)}
+        for name in values.keys() - numbers.keys():
+            left_out.append(f"{METRICS}, line {number}: {name!a} is no number")
+        metrics.append(numbers)
+    return metrics, left_out
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST_STEPS
+
+
+def _is_number(value: Any) -> bool:
+    if value is None or type(value) is float:
+        return value is None or math.isfinite(value)
+    return type(value) is int and abs(value) < _MOST_STEPS
+
+
+def read_picture(workdir: Path, name: Any) -> bytes:
+    """Returns the content of a PNG file of the run.
+
+    Raises:
+      ValueError: it is none, or is not in the run's folder, by a link, say.
+      OSError: it cannot be read.
+    """
+    file = path_inside(workdir, name)
+    if not file.resolve().is_relative_to(workdir.resolve()):
+        raise ValueError(f"{name} leads out of the folder")
+    data = file.read_bytes()
+    if not data.startswith(_PNG):
+        raise ValueError(f"{name} is no PNG picture")
+    return data
+
+
+def printable(text: str) -> str:
+    """Returns text as UTF-8 can hold it, without control characters."""
+    text = text.encode("utf-8", "replace").decode()
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "\ufffd", text
+    )
