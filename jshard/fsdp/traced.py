@@ -10,10 +10,19 @@ from jax import lax
 from jax.extend import core
 
 from jshard.compat import jaxprs
-from jshard.compat.jaxprs import axes_of, groups_of, has, line_of, open_inner, replay
+from jshard.compat.jaxprs import (
+    axes_of,
+    groups_of,
+    has,
+    line_of,
+    open_inner,
+    replay,
+    scopes_of,
+)
 from jshard.errors import UserError
-from jshard.fsdp.mesh import manual_axes
+from jshard.fsdp.mesh import manual_axes, sequence_axes
 from jshard.fsdp.policy import INPUTS, Names, Offload, Policy
+from jshard.fsdp.scopes import BESIDE_TOKENS
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.count import Count
@@ -211,7 +220,10 @@ def differing(
     names = [".".join(map(str, path)) for path in paths]
     differs = [over(layout.places[path].differs_over()) for path in paths]
     differs += [0] * len(jax.tree.leaves(arrays.model_state))
-    differs += [over(axes) if np.ndim(x) else 0 for x in jax.tree.leaves(inputs)]
+    whole = over([axis for axis in axes if axis not in sequence_axes()])
+    of_inputs = (0, whole, over(axes))  # by dimensions
+    differs += [of_inputs[min(np.ndim(x), 2)] for x in jax.tree.leaves(inputs)]
+    beside_tokens: dict[int, tuple[Any, bool]] = {}  # in the end: loops are repeated
 
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
         name, results = eqn.primitive.name, len(eqn.outvars)
@@ -225,6 +237,8 @@ def differing(
         if name in jaxprs.COLLECTIVES or name == "axis_index":
             own = over(axes_of(eqn))
             equals = name in jaxprs.SUMS or name.startswith("all_gather")
+            if BESIDE_TOKENS in scopes_of(eqn):
+                beside_tokens[id(eqn)] = eqn, bool(union(entering) & own)
             if equals and not groups_of(eqn):
                 return [x & ~own for x in entering]
             return [union(entering) | own] * results
@@ -241,7 +255,16 @@ def differing(
             return out
         return None
 
-    return list(map(bool, dependencies(jaxpr, differs, rule)))
+    found = dependencies(jaxpr, differs, rule)
+    for eqn, are_tokens in beside_tokens.values():
+        if not are_tokens:
+            raise UserError(
+                f"tensor_parallel: fn is given {eqn.invars[0].aval}, which begins like "
+                "its tokens, but is the same on all devices; if it is not of tokens, "
+                "let fn close over it, so that it stays whole; if it is, make it in fn "
+                "from the shape of the tokens there"
+            )
+    return list(map(bool, found))
 
 
 def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
