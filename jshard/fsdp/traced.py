@@ -207,10 +207,13 @@ def differing(
     device.
 
     Raises:
-      UserError: collectives run under a condition that may differ by device, or a unit
-        is differentiated in forward mode.
+      UserError: collectives run under a condition that may differ by device, a unit is
+        differentiated in forward mode, ``tensor_parallel`` is given a table like its
+        tokens, or a random key in the model's state is an array of integers.
     """
     axes = [axis for axis in manual_axes() if lax.axis_size(axis) > 1]
+    if axes or layout.policy.accumulate > 1:
+        _check_keys(jaxpr, arrays)
     bits = {axis: 1 << i for i, axis in enumerate(axes)}
 
     def over(names: Iterable[Any]) -> int:
@@ -265,6 +268,34 @@ def differing(
                 "from the shape of the tokens there"
             )
     return list(map(bool, found))
+
+
+def _check_keys(jaxpr: core.Jaxpr, arrays: ModelArrays) -> None:
+    """Raises UserError if integers in the model's state are used as a random key.
+
+    Such a key (``jax.random.PRNGKey``) looks like other integers, so that no device or
+    micro-batch is folded into it, and all would draw the same mask.
+    """
+    flat = [x for part in arrays[1:] for x in nnx.to_flat_state(part)]
+    paths = [path for path, variable in flat for _ in jax.tree.leaves(variable)]
+    values = jax.tree.leaves(arrays[1:])
+    bits = [(x.dtype == np.uint32 and x.ndim > 0) << i for i, x in enumerate(values)]
+    if not any(bits):
+        return
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        if eqn.primitive.name != "random_wrap" or not entering[0]:
+            return None
+        name = ".".join(map(str, paths[entering[0].bit_length() - 1]))
+        raise UserError(
+            f"model state {name!r} is a random key as integers (jax.random.PRNGKey), "
+            "with which every device and micro-batch would draw the same numbers for "
+            "its examples; make it a typed key (jax.random.key), into which jshard "
+            "folds these"
+        )
+
+    bits = [0] * len(jax.tree.leaves(arrays[0])) + bits
+    dependencies(jaxpr, bits + [0] * (len(jaxpr.invars) - len(bits)), rule)
 
 
 def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
