@@ -21,7 +21,7 @@ from jshard.fsdp import step
 from jshard.fsdp.checks import (
     check_model,
     check_precisions,
-    check_trained,
+    check_shapes,
     check_units,
     warn_of_parameters,
 )
@@ -187,7 +187,7 @@ class FSDP:
 
     def _abstract(self, create: Callable[[Any], TrainState], inputs: Any) -> TrainState:
         shapes = jax.eval_shape(create, inputs)
-        check_trained(shapes.params)
+        check_shapes(shapes)
         model = nnx.merge(shapes.graphdef, *shapes.model_arrays, copy=True)
         make_units(model, self.units)
         check_model(model, self.policy, self.mesh)
