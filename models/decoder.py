@@ -73,6 +73,7 @@ class Decoder(nnx.Module):
         *,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
+        weights_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Returns logits (B, T, V) in float32 or wider.
 
@@ -81,12 +82,15 @@ class Decoder(nnx.Module):
           positions_BT: their positions, by default 0 to T-1 in each row.
           segment_ids_BT: which document of a packed row each token belongs to; tokens
             attend only to their own document, a run of equal ids.
+          weights_BT: those of their targets, 0 for padding, which routers leave out of
+            their corrections.
 
         Raises:
           AssertionError: shapes do not match.
         """
-        check_tokens(tokens_BT, positions_BT, segment_ids_BT)
-        out = self.features(tokens_BT, positions_BT, segment_ids_BT)
+        packed = positions_BT, segment_ids_BT
+        check_tokens(tokens_BT, *packed, weights_BT)
+        out = self.features(tokens_BT, *packed, weights_BT=weights_BT)
         return _logits(out, self.config.vocab_size)
 
     def loss(

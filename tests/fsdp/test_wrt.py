@@ -154,7 +154,7 @@ def test_what_cannot_be_trained_is_refused_by_name(wrt, message):
 
 def test_names_that_no_checkpoint_tells_apart_are_refused_at_init():
     def make(names: dict[str, Any], rngs: nnx.Rngs) -> nnx.Module:
-        model = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs))
+        model: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs))
         model.all = nnx.Dict({name: value() for name, value in names.items()})
         return model
 
