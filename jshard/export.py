@@ -143,7 +143,7 @@ def export(
         if mapped is None:
             tensors = chosen.tensors()
         elif format in ("huggingface", "timm"):
-            tensors = chosen.merged(mapped.tensors)
+            tensors = chosen.merged(mapped.tensors, mapped.heads)
         else:
             tensors = chosen.adapters(mapped.tensors)
         sizes = exported.sizes(tensors)

@@ -55,8 +55,12 @@ class Decoder(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         cache: Any = None,
+        weights_BT: jax.Array | None = None,
     ) -> Features:
-        """Returns what the head is applied to; with a cache, for ``decode``."""
+        """Returns what the head is applied to; with a cache, for ``decode``.
+
+        The weights of targets tell a router which tokens are padding.
+        """
         raise NotImplementedError
 
     def init_cache(self, batch: int, length: int) -> Any:
@@ -69,6 +73,7 @@ class Decoder(nnx.Module):
         *,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
+        weights_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Returns logits (B, T, V) in float32 or wider.
 
@@ -77,12 +82,15 @@ class Decoder(nnx.Module):
           positions_BT: their positions, by default 0 to T-1 in each row.
           segment_ids_BT: which document of a packed row each token belongs to; tokens
             attend only to their own document, a run of equal ids.
+          weights_BT: those of their targets, 0 for padding, which routers leave out of
+            their corrections.
 
         Raises:
           AssertionError: shapes do not match.
         """
-        check_tokens(tokens_BT, positions_BT, segment_ids_BT)
-        out = self.features(tokens_BT, positions_BT, segment_ids_BT)
+        packed = positions_BT, segment_ids_BT
+        check_tokens(tokens_BT, *packed, weights_BT)
+        out = self.features(tokens_BT, *packed, weights_BT=weights_BT)
         return _logits(out, self.config.vocab_size)
 
     def loss(
@@ -100,7 +108,8 @@ class Decoder(nnx.Module):
         ``__call__``.
         """
         check_tokens(tokens_BT, positions_BT, segment_ids_BT)
-        out = self.features(tokens_BT, positions_BT, segment_ids_BT)
+        packed = positions_BT, segment_ids_BT
+        out = self.features(tokens_BT, *packed, weights_BT=weights_BT)
         cross_entropy = jshard.nn.cross_entropy(
             out.x_BTD,
             out.head_DV,
@@ -116,16 +125,19 @@ class Decoder(nnx.Module):
         self,
         tokens_BT: jax.Array,
         targets_BT: jax.Array,
+        weights_BT: jax.Array | None = None,
         *,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, jshard.Mean | jshard.Loss | None]:
         """Returns log-probabilities of targets (B, T), and the penalty if there is one.
 
-        Arguments and errors are as for ``loss``.
+        Arguments and errors are as for ``loss``. The weights, 0 for padding, are those
+        of the penalty; without them all tokens are in it.
         """
         check_tokens(tokens_BT, targets_BT, positions_BT, segment_ids_BT)
-        out = self.features(tokens_BT, positions_BT, segment_ids_BT)
+        packed = positions_BT, segment_ids_BT
+        out = self.features(tokens_BT, *packed, weights_BT=weights_BT)
         log_probs_BT = jshard.nn.token_log_probs(
             out.x_BTD,
             out.head_DV,

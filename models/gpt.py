@@ -192,8 +192,10 @@ class GPT(Decoder):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         cache: kv_cache.KVCache | None = None,
+        weights_BT: jax.Array | None = None,
     ) -> Features:
         """Returns what the head is applied to; with a cache, for ``decode``."""
+        del weights_BT  # for routers
         tied = self.config.tied  # then gathered once for both uses
         embed = jshard.gathered(self.embed) if tied else self.embed
         here_BT = jshard.nn.positions(tokens_BT.shape[1])

@@ -20,6 +20,8 @@ from jshard.models.tensor_places import linear
 
 _NAME, _BASE = "GPT2LMHeadModel", "GPT2Model"
 _PREFIX = "transformer."
+# The table of a tied head, and what the files call a head of its own.
+TIED_HEAD = ("embed.embedding", "lm_head.weight")
 # What models/gpt.py computes; config.json may say it in these ways, or not at all.
 _FIXED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),

@@ -22,7 +22,13 @@ from jshard.models.latent_attention import LatentAttention
 from jshard.models.layers import embedding, linear, residual_std, rms_norm
 from jshard.models.llama_attention import Attention, Stream
 from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
-from jshard.models.moe import Load, MixtureOfExperts, correct, load_balancing_loss
+from jshard.models.moe import (
+    Load,
+    MixtureOfExperts,
+    correct,
+    load_balancing_loss,
+    without_padding,
+)
 from jshard.nn.tiles import tiled
 from jshard.parallel.tensor import own_columns
 
@@ -76,24 +82,31 @@ class Block(nnx.Module):
         stream: Stream,
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
+        counted_BT: jax.Array | None = None,
     ) -> Stream | tuple[Stream, Load]:
-        """Returns the stream after this block, and the load of its experts if any."""
+        """Returns the stream after this block, and the load of its experts if any.
+
+        The load is that of the tokens in ``counted_BT``, or of all.
+        """
         x_BTD, layer, _ = stream
         y_BTD = self.norm1(x_BTD) if self.pre_norms else x_BTD
         y_BTD, cache = self.attention(y_BTD, stream, positions_BT, segment_ids_BT)
         x_BTD = x_BTD + (self.post_norm1(y_BTD) if self.post_norms else y_BTD)
-        y_BTD, load = self._mlp(self.norm2(x_BTD) if self.pre_norms else x_BTD)
+        y_BTD = self.norm2(x_BTD) if self.pre_norms else x_BTD
+        y_BTD, load = self._mlp(y_BTD, counted_BT)
         x_BTD = x_BTD + (self.post_norm2(y_BTD) if self.post_norms else y_BTD)
         stream = Stream(x_BTD, None if layer is None else layer + 1, cache)
         return stream if load is None else (stream, load)
 
-    def _mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, Load | None]:
+    def _mlp(
+        self, x_BTD: jax.Array, counted_BT: jax.Array | None
+    ) -> tuple[jax.Array, Load | None]:
         if not self.has_mlp:
-            return self.experts(x_BTD)
+            return self.experts(x_BTD, counted_BT)
         y_BTD = jshard.nn.tensor_parallel(self._gated, x_BTD)
         if not self.has_experts:
             return y_BTD, None
-        of_experts_BTD, load = self.experts(x_BTD)
+        of_experts_BTD, load = self.experts(x_BTD, counted_BT)
         return y_BTD + of_experts_BTD, load
 
     def _gated(self, x_BTD: jax.Array) -> jax.Array:
@@ -144,13 +157,21 @@ class Llama(Decoder):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
         cache: KVCache | LatentCache | None = None,
+        weights_BT: jax.Array | None = None,
     ) -> Features:
         """Returns what the head is applied to; with a cache, for ``decode``.
 
         With a ``balance_weight``, the penalty is the experts' load-balancing loss. With
         a ``correction_rate``, training corrects the routers, as ``moe.correct`` says.
+        Both leave out padding, as the targets' weights tell.
         """
-        config = self.config
+        config, counted_BT, tokens = self.config, None, tokens_BT.size
+        balanced = config.num_experts and (
+            config.balance_weight or config.correction_rate
+        )
+        if balanced and weights_BT is not None:
+            counted_BT = without_padding(weights_BT, segment_ids_BT)
+            tokens = jnp.sum(counted_BT)
         counted = cache is not None or len(set(config.sliding_layers)) > 1
         layer = jnp.int32(0) if counted else None
         # Of a tied table both uses are gathered at once.
@@ -161,7 +182,7 @@ class Llama(Decoder):
         stream, others = Stream(x_BTD, layer, cache), (positions_BT, segment_ids_BT)
         if config.dense_layers:
             stream = self.dense_blocks(stream, *others)
-        inputs = stream, *others
+        inputs = stream, *others, counted_BT
         if config.tied:
             head, out = embed, self.blocks(*inputs)
         else:
@@ -169,7 +190,7 @@ class Llama(Decoder):
         stream, load = out if config.num_experts else (out, None)
         penalty = None
         if load is not None and config.balance_weight:
-            balance = load_balancing_loss(load, tokens_BT.size)
+            balance = load_balancing_loss(load, tokens)
             penalty = config.balance_weight * balance
         learns = cache is None and not self.use_running_average
         if load is not None and config.correction_rate and learns:

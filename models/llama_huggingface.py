@@ -17,6 +17,9 @@ from jshard.models.tensor_places import linear
 
 __all__ = ["read_config", "tensors", "write_config"]
 
+# The table of a tied head, and what the files call a head of its own.
+TIED_HEAD = ("embed.embedding", "lm_head.weight")
+
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of a config.json for a model."""

@@ -18,15 +18,17 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.models.layers import residual_std
 from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
+from jshard.nn.attention import documents
+from jshard.parallel.context import positions, whole_sequences
 from jshard.parallel.experts import on_experts
 
 
 class Load(NamedTuple):
-    """How the router spreads this device's tokens.
+    """How the router spreads this device's tokens, without padding.
 
     Attributes:
-      tokens_E: how many tokens choose each expert; they sum to K times all tokens.
-      probability_E: the router's mean probability of each expert; they sum to 1.
+      tokens_E: how many tokens choose each expert; they sum to K times the tokens.
+      probability_E: the sum of the router's probabilities of each expert.
     """
 
     tokens_E: jax.Array
@@ -175,12 +177,19 @@ class MixtureOfExperts(nnx.Module):
         counts = {"hidden": config.hidden} if config.expert_bias else {}
         return jshard.nn.Split(columns=columns, rows=("down",), counts=counts)
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, Load]:
-        """Returns the experts' weighted outputs, (B, T, D), and the router's load."""
+    def __call__(
+        self, x_BTD: jax.Array, counted_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, Load]:
+        """Returns the experts' weighted outputs, (B, T, D), and the router's load.
+
+        Args:
+          x_BTD: tokens.
+          counted_BT: bool, which of them are in the load; None is all.
+        """
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         N, K = len(x_ND), self.config.experts_per_token
         weight_NK, expert_NK, probability_NE = self.router(x_ND)
-        tokens_E = jnp.bincount(expert_NK.reshape(-1), length=probability_NE.shape[1])
+        load = _load(expert_NK, probability_NE, counted_BT)
 
         tokens = x_BTD.shape[:2]
         chosen_BTK = (x.reshape(*tokens, K) for x in (weight_NK, expert_NK))
@@ -194,7 +203,7 @@ class MixtureOfExperts(nnx.Module):
             bias_ED = self.down_bias.get_value().astype(y_BTD.dtype)
             bias_ND = weight_NE.astype(y_BTD.dtype) @ bias_ED
             y_BTD += bias_ND.reshape(y_BTD.shape)
-        return y_BTD, Load(tokens_E, jnp.mean(probability_NE, axis=0))
+        return y_BTD, load
 
     def _weighted(
         self, x_BTD: jax.Array, weight_BTK: jax.Array, expert_BTK: jax.Array
@@ -235,7 +244,43 @@ class MixtureOfExperts(nnx.Module):
         return down(hidden, tokens_E)
 
 
-def load_balancing_loss(load: Load, tokens: int) -> jshard.Mean:
+def _load(
+    expert_NK: jax.Array, probability_NE: jax.Array, counted_BT: jax.Array | None
+) -> Load:
+    E = probability_NE.shape[1]
+    if counted_BT is not None:
+        counted_N1 = counted_BT.reshape(-1, 1)
+        expert_NK = jnp.where(counted_N1, expert_NK, E)  # which bincount leaves out
+        probability_NE = jnp.where(counted_N1, probability_NE, 0)
+    tokens_E = jnp.bincount(expert_NK.reshape(-1), length=E)
+    return Load(tokens_E, jnp.sum(probability_NE, axis=0))
+
+
+def without_padding(
+    weights_BT: jax.Array, segment_ids_BT: jax.Array | None = None
+) -> jax.Array:
+    """Returns which tokens a loss with these weights depends on, (B, T) bool.
+
+    Those are the tokens whose target, or a later one of their document, has a weight: a
+    prompt's as well as an answer's, but no padding, and no copies of examples.
+
+    Args:
+      weights_BT: the weights of this device's targets.
+      segment_ids_BT: the documents of its tokens, runs of equal ids; None is one a row.
+    """
+    has_weight_BS = whole_sequences(weights_BT != 0)
+    S = has_weight_BS.shape[1]
+    place_BS = jnp.where(has_weight_BS, jnp.arange(S), S)
+    next_BS = lax.cummin(place_BS, axis=1, reverse=True)
+    counted_BS = next_BS < S
+    if segment_ids_BT is not None:
+        document_BS = documents(whole_sequences(segment_ids_BT))
+        of_next_BS = jnp.take_along_axis(document_BS, next_BS, axis=1, mode="clip")
+        counted_BS &= of_next_BS == document_BS
+    return counted_BS[:, positions(weights_BT.shape[1])]
+
+
+def load_balancing_loss(load: Load, tokens: jax.Array | int) -> jshard.Mean:
     """Returns E times the sum over experts of chosen times probable tokens.
 
     Equation 4 of Fedus et al. 2021 (arXiv:2101.03961), a mean over layers; with K
@@ -244,13 +289,14 @@ def load_balancing_loss(load: Load, tokens: int) -> jshard.Mean:
 
     Args:
       load: of all layers: each array has a first axis of layers.
-      tokens: this device's tokens.
+      tokens: how many of this device's tokens are in it.
     """
-    E = load.tokens_E.shape[-1]
-    chosen_LE = load.tokens_E.astype(load.probability_E.dtype) / tokens
-    chosen_LE = lax.stop_gradient(jshard.pmean(chosen_LE))
-    loss = E * jnp.mean(jnp.sum(chosen_LE * load.probability_E, axis=-1))
-    return jshard.Mean(tokens * loss, jnp.asarray(tokens, loss.dtype))
+    E, dtype = load.tokens_E.shape[-1], load.probability_E.dtype
+    counts = load.tokens_E.astype(dtype), jnp.asarray(tokens, dtype)
+    chosen_LE, of_all = lax.stop_gradient(jshard.pmean(counts))
+    chosen_LE /= jnp.where(of_all > 0, of_all, 1)
+    total = E * jnp.mean(jnp.sum(chosen_LE * load.probability_E, axis=-1))
+    return jshard.Mean(total, tokens)
 
 
 def correct(router: Router, load: Load, rate: float) -> None:
@@ -258,8 +304,8 @@ def correct(router: Router, load: Load, rate: float) -> None:
 
     Algorithm 1 of Wang et al. 2024 (arXiv:2408.15664): those with fewer tokens than the
     mean gain ``rate``, those with more lose it. The tokens are those of the whole step,
-    counted in integers, so that corrections are the same on every mesh and with any
-    number of micro-batches.
+    without padding, counted in integers, so that corrections are the same on every mesh
+    and with any number of micro-batches.
 
     Args:
       router: of all layers: each array has a first axis of layers.

@@ -147,16 +147,7 @@ class Checkpointer:
         jax.block_until_ready(state)
         start = time.perf_counter()
         self.wait()
-        content = metadata.describe(state, config=config or {}, metrics=metrics or {})
-        if frozen_from is not None:
-            sums = frozen.bit_sums(state)
-            if isinstance(frozen_from, Path):
-                source = address(frozen_from)  # of a copy
-                frozen_from = source.url if source else str(frozen_from.absolute())
-            content = frozen.left_out(content, frozen_from, sums)
-        content = {"step": step, **content}
-        arrays = metadata.arrays_by_name(state)
-        arrays = {name: arrays[name] for name in content["arrays"]}
+        about = {"config": config or {}, "metrics": metrics or {}}
         group = Participants(self._name, next(self._numbers))
 
         def failed(error: Exception) -> Save:  # training continues, whatever failed
@@ -168,6 +159,7 @@ class Checkpointer:
             return Save(step, took, took, error=why(error), overtaken=overtaken)
 
         try:
+            content, arrays = _described(state, frozen_from, **about)
             started = self._saves.start(step, arrays, content["arrays"])
         except Exception as error:
             self._report(failed(error))
@@ -260,3 +252,19 @@ class Checkpointer:
         if damage := find_damage(folder):
             raise UserError(f"checkpoint {folder} is damaged: {damage}")
         return restore_state(folder, abstract)
+
+
+def _described(
+    state: TrainState, frozen_from: Path | str | None, **about: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a checkpoint's metadata, and the arrays that are in it."""
+    content = metadata.describe(state, **about)
+    if frozen_from is not None:
+        sums = frozen.bit_sums(state)
+        if isinstance(frozen_from, Path):
+            source = address(frozen_from)  # of a copy
+            frozen_from = source.url if source else str(frozen_from.absolute())
+        content = frozen.left_out(content, frozen_from, sums)
+    arrays = metadata.arrays_by_name(state)
+    content = {"step": int(state.step), **content}
+    return content, {name: arrays[name] for name in content["arrays"]}

@@ -55,12 +55,21 @@ def bit_sums(state: TrainState) -> dict[str, str]:
     """Returns the dtype of each frozen parameter and the sum of its bits, by name.
 
     Each value counts as unsigned integers of 16 bits, and sums are modulo 2**32: they
-    are the same on every mesh.
+    are the same on every mesh. A complex number is two values, and one of fewer than 8
+    bits counts as a float32.
     """
     arrays = metadata.arrays_by_name(state)
     arrays = {name: x for name, x in arrays.items() if is_frozen(name)}
 
     def total(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        elif jnp.issubdtype(x.dtype, jnp.complexfloating):
+            x = jnp.stack([x.real, x.imag])
+        elif x.dtype == bool:
+            x = x.astype(jnp.uint8)
+        elif jax.dtypes.itemsize_bits(x.dtype) < 8:
+            x = x.astype(jnp.float32)
         width = jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16
         bits = lax.bitcast_convert_type(on_device(x), width)
         return jnp.sum(bits, dtype=jnp.uint32)

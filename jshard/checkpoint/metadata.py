@@ -27,7 +27,7 @@ from jshard.four_bit.base import FOUR_BIT, four_bit_of
 from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
-from jshard.layout.variables import is_variable
+from jshard.layout.variables import array_name, is_variable
 from jshard.nn.adapted import ALPHA, STABILIZED
 from jshard.nn.dropout import is_random
 from jshard.unit.modules import Stack
@@ -79,13 +79,6 @@ def replace_arrays(state: TrainState, arrays: Mapping[str, Any]) -> TrainState:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: arrays.get(array_name(path), leaf), state
     )
-
-
-def array_name(path: tuple) -> str:
-    """Returns the name of an array from its path in a state."""
-    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    # A Flax variable is a node with one leaf, its value.
-    return ".".join(parts[:-1] if parts[-1] == "value" and len(parts) > 1 else parts)
 
 
 def variables_by_name(state: TrainState) -> dict[str, nnx.Variable]:

@@ -1,6 +1,7 @@
 """Checks of what a user passes to FSDP, with errors that say what to do."""
 
 import fnmatch
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from jshard.fsdp.precision import is_float
 from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.state_layout import Layout
-from jshard.layout.variables import variables
+from jshard.layout.variables import array_name, variables
 from jshard.unit.modules import Stack, is_unit, own_paths
 
 # Variables that calls of a model change or draw from; they have no gradients.
@@ -94,8 +95,25 @@ def _check_gpu(kind: str, device: Any) -> None:
             )
 
 
-def check_trained(params: nnx.State) -> None:
-    """Raises UserError unless ``params`` has parameters, all of them trainable."""
+def check_shapes(state: TrainState) -> None:
+    """Raises UserError unless all ``params`` can be trained, and all arrays be saved.
+
+    Each of a state's arrays needs a dotted name of its own in a checkpoint.
+    """
+    _check_trained(state.params)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    names = sorted(array_name(path).split(".") for path in paths)
+    for name, following in itertools.pairwise(names):
+        if name == following[: len(name)]:
+            raise UserError(
+                f"two arrays of the state are named {'.'.join(name)!r} and "
+                f"{'.'.join(following)!r}, which no checkpoint can hold beside each "
+                "other: a dot in a name (of an nnx.Dict, say) is like one between "
+                "names; rename one"
+            )
+
+
+def _check_trained(params: nnx.State) -> None:
     if not jax.tree.leaves(params):
         raise UserError(
             "the model has no parameters that wrt selects; nothing can be trained"

@@ -21,7 +21,7 @@ from jshard.fsdp import step
 from jshard.fsdp.checks import (
     check_model,
     check_precisions,
-    check_trained,
+    check_shapes,
     check_units,
     warn_of_parameters,
 )
@@ -187,7 +187,7 @@ class FSDP:
 
     def _abstract(self, create: Callable[[Any], TrainState], inputs: Any) -> TrainState:
         shapes = jax.eval_shape(create, inputs)
-        check_trained(shapes.params)
+        check_shapes(shapes)
         model = nnx.merge(shapes.graphdef, *shapes.model_arrays, copy=True)
         make_units(model, self.units)
         check_model(model, self.policy, self.mesh)
@@ -302,13 +302,13 @@ class FSDP:
         key, stays whole: every example of every process, device and micro-batch has
         the same.
 
-        On a mesh with a "context" axis, arrays of two and more dimensions are split
-        along the second, the sequence. Processes that share sequences all pass them
-        whole.
+        "context" and "tensor" split arrays of two and more dimensions along the second,
+        the sequence. Processes that share sequences all pass them whole.
 
         Raises:
-          UserError: the number of examples is not divisible by the mesh's devices, or
-            the sequence length by "context"; or a field is text, objects or a list.
+          UserError: the number of examples is not divisible by the mesh's devices;
+            sequences differ in length or don't divide; a field is text, objects or a
+            list.
         """
         return split_batch(local_batch, self.mesh)
 

@@ -10,10 +10,19 @@ from jax import lax
 from jax.extend import core
 
 from jshard.compat import jaxprs
-from jshard.compat.jaxprs import axes_of, groups_of, has, line_of, open_inner, replay
+from jshard.compat.jaxprs import (
+    axes_of,
+    groups_of,
+    has,
+    line_of,
+    open_inner,
+    replay,
+    scopes_of,
+)
 from jshard.errors import UserError
-from jshard.fsdp.mesh import manual_axes
+from jshard.fsdp.mesh import manual_axes, sequence_axes
 from jshard.fsdp.policy import INPUTS, Names, Offload, Policy
+from jshard.fsdp.scopes import BESIDE_TOKENS
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.count import Count
@@ -198,10 +207,13 @@ def differing(
     device.
 
     Raises:
-      UserError: collectives run under a condition that may differ by device, or a unit
-        is differentiated in forward mode.
+      UserError: collectives run under a condition that may differ by device, a unit is
+        differentiated in forward mode, ``tensor_parallel`` is given a table like its
+        tokens, or a random key in the model's state is an array of integers.
     """
     axes = [axis for axis in manual_axes() if lax.axis_size(axis) > 1]
+    if axes or layout.policy.accumulate > 1:
+        _check_keys(jaxpr, arrays)
     bits = {axis: 1 << i for i, axis in enumerate(axes)}
 
     def over(names: Iterable[Any]) -> int:
@@ -211,7 +223,10 @@ def differing(
     names = [".".join(map(str, path)) for path in paths]
     differs = [over(layout.places[path].differs_over()) for path in paths]
     differs += [0] * len(jax.tree.leaves(arrays.model_state))
-    differs += [over(axes) if np.ndim(x) else 0 for x in jax.tree.leaves(inputs)]
+    whole = over([axis for axis in axes if axis not in sequence_axes()])
+    of_inputs = (0, whole, over(axes))  # by dimensions
+    differs += [of_inputs[min(np.ndim(x), 2)] for x in jax.tree.leaves(inputs)]
+    beside_tokens: dict[int, tuple[Any, bool]] = {}  # in the end: loops are repeated
 
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
         name, results = eqn.primitive.name, len(eqn.outvars)
@@ -225,6 +240,8 @@ def differing(
         if name in jaxprs.COLLECTIVES or name == "axis_index":
             own = over(axes_of(eqn))
             equals = name in jaxprs.SUMS or name.startswith("all_gather")
+            if BESIDE_TOKENS in scopes_of(eqn):
+                beside_tokens[id(eqn)] = eqn, bool(union(entering) & own)
             if equals and not groups_of(eqn):
                 return [x & ~own for x in entering]
             return [union(entering) | own] * results
@@ -241,7 +258,44 @@ def differing(
             return out
         return None
 
-    return list(map(bool, dependencies(jaxpr, differs, rule)))
+    found = dependencies(jaxpr, differs, rule)
+    for eqn, are_tokens in beside_tokens.values():
+        if not are_tokens:
+            raise UserError(
+                f"tensor_parallel: fn is given {eqn.invars[0].aval}, which begins like "
+                "its tokens, but is the same on all devices; if it is not of tokens, "
+                "let fn close over it, so that it stays whole; if it is, make it in fn "
+                "from the shape of the tokens there"
+            )
+    return list(map(bool, found))
+
+
+def _check_keys(jaxpr: core.Jaxpr, arrays: ModelArrays) -> None:
+    """Raises UserError if integers in the model's state are used as a random key.
+
+    Such a key (``jax.random.PRNGKey``) looks like other integers, so that no device or
+    micro-batch is folded into it, and all would draw the same mask.
+    """
+    flat = [x for part in arrays[1:] for x in nnx.to_flat_state(part)]
+    paths = [path for path, variable in flat for _ in jax.tree.leaves(variable)]
+    values = jax.tree.leaves(arrays[1:])
+    bits = [(x.dtype == np.uint32 and x.ndim > 0) << i for i, x in enumerate(values)]
+    if not any(bits):
+        return
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        if eqn.primitive.name != "random_wrap" or not entering[0]:
+            return None
+        name = ".".join(map(str, paths[entering[0].bit_length() - 1]))
+        raise UserError(
+            f"model state {name!r} is a random key as integers (jax.random.PRNGKey), "
+            "with which every device and micro-batch would draw the same numbers for "
+            "its examples; make it a typed key (jax.random.key), into which jshard "
+            "folds these"
+        )
+
+    bits = [0] * len(jax.tree.leaves(arrays[0])) + bits
+    dependencies(jaxpr, bits + [0] * (len(jaxpr.invars) - len(bits)), rule)
 
 
 def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:

@@ -106,10 +106,15 @@ class Exported:
             )
         return tensors
 
-    def merged(self, places: Places) -> Tensors:
+    def merged(self, places: Places, heads: Mapping[str, str]) -> Tensors:
         """Lists the tensors of Hugging Face, with the adapters merged into them.
 
         What the checkpoint leaves out is in the folder that the run started from.
+
+        Args:
+          places: Where the files have each.
+          heads: Tables that are written once more, without their adapters, and what
+            they are called as heads.
 
         Raises:
           UserError: As of `tensors`, or that folder lacks something.
@@ -117,6 +122,8 @@ class Exported:
         found = self.tensors({**places, **dict.fromkeys(self._adapters(), _NOWHERE)})
         if frozen.KEY in self.about:
             found |= self._left_out(places, found)
+        for table, head in heads.items():
+            found[head] = found[places[table].names[0]]._replace(name=head)
         for path, adapter in adapters(self.about, ema=self.ema).items():
             place = peft.place_of(path, places) or _NOWHERE
             keys = [_key(name, place) for name in place.names]

@@ -43,6 +43,8 @@ _UNSUPPORTED = """
     alora_invocation_tokens alpha_pattern layer_replication lora_bias modules_to_save
     rank_pattern target_parameters trainable_token_indices use_bdlora use_qalora
     """.split()
+# A table's adapter is its head's, too, in PEFT, where both are tied.
+_TIES_HEADS = "ensure_weight_tying"
 # PEFT keeps the weights of embeddings and heads beside their adapters.
 _KEPT_BESIDE = ".base_layer.weight"
 # Initial values that are taken out of the model's own weights, which PEFT changes.
@@ -272,6 +274,9 @@ def _check(
         for place in [stored[tensor]]
         for name in place.names
     }
+    if any(".lora_embedding_" in name for name in expected):
+        if read_json(path / CONFIG).get(_TIES_HEADS):
+            problems.append(f"{_TIES_HEADS}=True is not supported")
     problems += [f"{name} is missing" for name in expected if name not in found]
     problems += [f"the model has no {name}" for name in found if name not in expected]
     problems += [

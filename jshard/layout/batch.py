@@ -147,6 +147,27 @@ def check_batch(
                 f"batch{jax.tree_util.keystr(path)} of shape {list(np.shape(x))}: its "
                 f"sequence length is not divisible by the mesh's {named}"
             )
+    if axes:
+        _check_lengths(batch, named)
+
+
+def _check_lengths(batch: Any, named: str) -> None:
+    """Raises UserError unless all second dimensions can be the sequence, which is cut.
+
+    Features or one-hot classes may have a length that divides, too.
+    """
+    fields = {
+        np.shape(x)[1]: f"batch{jax.tree_util.keystr(path)} of {list(np.shape(x))}"
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+        if np.ndim(x) > 1
+    }
+    if len(fields) > 1:
+        raise UserError(
+            f"{some_of([*fields.values()], limit=4)}: the mesh's {named} splits the "
+            "second dimension of every array, its sequence, and these have other "
+            "lengths; give what has no sequence in one dimension (classes, not one-hot "
+            "vectors; a field for each feature)"
+        )
 
 
 def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:

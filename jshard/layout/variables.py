@@ -21,6 +21,15 @@ def variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
     return ((path, v) for path, v in nnx.iter_graph(module) if is_variable(v))
 
 
+def array_name(path: tuple) -> str:
+    """Returns the name of an array in checkpoints, from its path in a state."""
+    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    # A Flax variable is a node with one leaf, its value. It is in a mapping; a field of
+    # that name of an optimizer's state (a line search's) is in something else.
+    in_mapping = isinstance([None, *path][-2], jax.tree_util.DictKey)
+    return ".".join(parts[:-1] if parts[-1] == "value" and in_mapping else parts)
+
+
 def set_attribute(module: nnx.Module, name: str, value: Any) -> None:
     """Sets an attribute, and tells Flax if it holds arrays.
 

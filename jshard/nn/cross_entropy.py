@@ -158,10 +158,10 @@ def _forward(options: _Options, inputs: list[jax.Array]) -> tuple[jax.Array, tup
     dtype, wide = x_ND.dtype, weights_N.dtype
     cast_DV = head_DV.astype(dtype)
     half, scale = dtype == jnp.float16, 1
-    if half:  # most softmax values are too small, so their gradients are scaled up
+    if half:  # most softmax values are too small, and so may be cotangents as weights
         largest = jnp.max(jnp.abs(weights_N))
         largest = lax.pmax(largest, TENSOR) if split else largest
-        scale = 4096 / jnp.maximum(1, largest)
+        scale = 4096 / jnp.maximum(largest, 1e-30)
 
     def body(dhead_DV: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple]:
         x_CD, targets_C, weights_C = _tokens_of_all(chunk) if split else chunk

@@ -104,12 +104,20 @@ def _in_batch(own: jax.Array, size: int) -> jax.Array:
     return jnp.asarray(copies + within, jnp.uint32) * size + own % size
 
 
-def _is_stream(variable: Any) -> bool:
-    """Returns whether a variable holds typed keys, other than those of Dropout."""
-    if not is_variable(variable) or isinstance(variable, DropoutKey):
+def _is_stream(leaf: Any) -> bool:
+    """Returns whether a Variable or array has typed keys, but not those of Dropout."""
+    if isinstance(leaf, DropoutKey):
         return False
-    dtype = getattr(variable.get_value(), "dtype", None)
+    dtype = getattr(_value_of(leaf), "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.get_value() if is_variable(leaf) else leaf
+
+
+def _with_value(leaf: Any, value: jax.Array) -> Any:
+    return leaf.copy(value) if is_variable(leaf) else value
 
 
 def _fold(keys: jax.Array, *numbers: Any) -> jax.Array:
@@ -121,15 +129,15 @@ def _fold(keys: jax.Array, *numbers: Any) -> jax.Array:
 def fold_streams(state: nnx.State, index: Any) -> nnx.State:
     """Folds device and micro-batch index into the keys of plain random streams.
 
-    These are typed keys (``jax.random.key``) in Variables of any type. Otherwise every
-    device would draw the same mask for its different examples.
+    These are typed keys (``jax.random.key``), in Variables of any type or in none.
+    Otherwise every device would draw the same mask for its different examples.
     """
     device = jnp.asarray(_index(manual_axes()), jnp.uint32)
 
-    def fold(variable: nnx.Variable) -> nnx.Variable:
-        if not _is_stream(variable):
-            return variable
-        return variable.copy(_fold(variable.get_value(), device, index))
+    def fold(leaf: Any) -> Any:
+        if not _is_stream(leaf):
+            return leaf
+        return _with_value(leaf, _fold(_value_of(leaf), device, index))
 
     return jax.tree.map(fold, state, is_leaf=is_variable)
 
@@ -143,16 +151,16 @@ def unfold_streams(before: nnx.State, given: nnx.State, after: nnx.State) -> nnx
     is stored, ``given`` what ``fold_streams`` made of it.
     """
 
-    def unfold(old: nnx.Variable, given: nnx.Variable, new: nnx.Variable) -> Any:
+    def unfold(old: Any, given: Any, new: Any) -> Any:
         if isinstance(old, nnx.RngKey):  # counts tell its draws apart
             return old
         if not _is_stream(old):
             return new
-        keys = old.get_value()
-        had, has = (jax.random.key_data(x.get_value()) for x in (given, new))
+        keys = _value_of(old)
+        had, has = (jax.random.key_data(_value_of(x)) for x in (given, new))
         replaced = jnp.any((had != has).reshape(*keys.shape, -1), axis=-1)
         replaced = lax.pmax(replaced.astype(jnp.uint32), manual_axes()) > 0
-        return old.copy(jnp.where(replaced, _fold(keys, _NEXT), keys))
+        return _with_value(old, jnp.where(replaced, _fold(keys, _NEXT), keys))
 
     return jax.tree.map(unfold, before, given, after, is_leaf=is_variable)
 
@@ -178,12 +186,13 @@ def merge_state(
     index is already part of the masks.
     """
 
-    def pick(old: nnx.Variable, new: nnx.Variable) -> nnx.Variable:
+    def pick(old: Any, new: Any) -> Any:
         if isinstance(old, DropoutKey):
             return old
         drawn = isinstance(old, (nnx.RngCount, DropoutCount)) or _is_stream(old)
         if drawn and last is not True:
-            return old.copy(jnp.where(last, new.get_value(), old.get_value()))
+            value = jnp.where(last, _value_of(new), _value_of(old))
+            return _with_value(old, value)
         return new
 
     return jax.tree.map(pick, before, after, is_leaf=is_variable)

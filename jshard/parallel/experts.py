@@ -30,6 +30,7 @@ from jax import lax
 
 from jshard.errors import UserError
 from jshard.fsdp.mesh import EXPERT, manual_axes, on_gpus
+from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
 
 
@@ -235,8 +236,11 @@ def _further_rounds(
             _, pullback = jax.vjp(results, inputs)
             return jax.tree.map(jnp.add, sums, *pullback(dy_MD))
 
-        sums = jax.tree.map(jnp.zeros_like, inputs)
-        return dy_MD, loop(one, sums, route.most), None
+        # In bfloat16 a sum stops to grow after 256 equal rounds.
+        zeros = jax.tree.map(lambda x: at_least_float32(jnp.zeros_like(x)), inputs)
+        sums = loop(one, zeros, route.most)
+        sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, inputs)
+        return dy_MD, sums, None
 
     adding = jax.custom_vjp(add)
     adding.defvjp(forward, backward)

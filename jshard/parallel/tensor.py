@@ -32,7 +32,7 @@ from jshard.fsdp.mesh import (
     split_sequences,
 )
 from jshard.fsdp.precision import is_float
-from jshard.fsdp.scopes import TENSOR_PARALLEL
+from jshard.fsdp.scopes import BESIDE_TOKENS, TENSOR_PARALLEL
 
 _PARTS = 2  # four hide no more (docs/log.md)
 
@@ -51,7 +51,8 @@ def tensor_parallel(
       fn: maps the tokens of all devices of "tensor", (B, S, ...), to (B, S, ...).
       x_BTD: this device's tokens.
       *args: further arguments of ``fn``; of arrays that begin with (B, T) it gets the
-        parts of all devices, too.
+        parts of all devices, too. One that is no tokens, but has their shape by chance,
+        is the same on all devices, and the step refuses it: let ``fn`` close over it.
       **kwargs: the same.
 
     Returns:
@@ -76,8 +77,11 @@ def tensor_parallel(
     @jax.named_scope(TENSOR_PARALLEL)
     def send(inputs: tuple) -> tuple:
         gather = functools.partial(lax.all_gather, axis_name=TENSOR, axis=1, tiled=True)
-        of_tokens = lambda x: jnp.shape(x)[:2] == inputs[0].shape[:2]
-        return jax.tree.map(lambda x: gather(x) if of_tokens(x) else x, inputs)
+        x_BTD, *others = inputs
+        of_tokens = lambda x: jnp.shape(x)[:2] == x_BTD.shape[:2]
+        with jax.named_scope(BESIDE_TOKENS):
+            others = jax.tree.map(lambda x: gather(x) if of_tokens(x) else x, others)
+        return gather(x_BTD), *others
 
     def compute(inputs: tuple) -> Any:
         x_BSD, args, kwargs = inputs

@@ -10,6 +10,9 @@ a module with three functions, `model` being its config's group of that name:
 - `tensors(model)` returns a `FileTensor` for every array of the model, by its name
   without stacking, like "blocks.3.up.kernel", one layer at a time.
 
+Where config.model.tied lets the head be an embedding, the module may say in `TIED_HEAD`
+which one, and what the files call a head of its own.
+
 An attribute `timm` is such a module for the folders of timm.
 """
 

@@ -1,6 +1,7 @@
 """What a Hugging Face folder needs besides tensors, from a run and its recipe."""
 
 import json
+import types
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from jshard.config.run_config import flatten
 from jshard.errors import UserError
 from jshard.hub import huggingface_folder as folders
 from jshard.hub.file_tensor import FileTensor
+from jshard.hub.merged_adapters import adapters
 from jshard.hub.online.download import cached_path
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.model_map import SOURCE, model_of, require_map
@@ -26,11 +28,14 @@ class MappedModel(NamedTuple):
       config: The content of config.json.
       sources: Folders that may have its tokenizer and its generation config, the first
         ones first.
+      heads: What a tied table's head is called in the files, if only the table has an
+        adapter, so that they are no longer the same.
     """
 
     tensors: Mapping[str, FileTensor]
     config: Mapping[str, Any]
     sources: list[Path]
+    heads: Mapping[str, str]
 
 
 def find_model(
@@ -58,12 +63,41 @@ def find_model(
         model = model_of(config)
         try:
             tensors, written = mapped.tensors(model), mapped.write_config(model)
+            heads = {}
+            if format == "huggingface" and written.get("tie_word_embeddings", True):
+                heads = _heads_apart(mapped, about, tensors)
+            if heads:
+                written = mapped.write_config(model | {"tied": False})
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise UserError(
                 f"checkpoint {step}: its config.model is not one of {recipe.name}: "
                 f"{error!r}"
             ) from error
-        return MappedModel(tensors, written, _sources(config))
+        return MappedModel(tensors, written, _sources(config), heads)
+
+
+def _heads_apart(
+    mapped: types.ModuleType,
+    about: Mapping[str, Any],
+    tensors: Mapping[str, FileTensor],
+) -> dict[str, str]:
+    """Returns the heads that merged adapters part from their tables.
+
+    An adapter of a table changes what is looked up, and not the head's product.
+
+    Raises:
+      UserError: The map does not say what a head of its own is called.
+    """
+    tables = [f"{path}.embedding" for path in adapters(about)]
+    tables = [table for table in tables if table in tensors]
+    apart = getattr(mapped, "TIED_HEAD", None)
+    if tables and apart is None:
+        raise UserError(
+            f"--format=huggingface: {tables[0]} has an adapter, and the head, which is "
+            "tied to it, has none: merged, they are no longer the same; export the "
+            "adapters alone with --format=peft"
+        )
+    return dict([apart]) if apart and apart[0] in tables else {}
 
 
 def find_recipe_of(step: Path, config: Mapping[str, Any], given: str | None) -> str:

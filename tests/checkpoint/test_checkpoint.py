@@ -383,6 +383,22 @@ def test_a_user_may_mean_a_run_its_checkpoints_or_a_step(folder, tmp_path):
         find_step(tmp_path / "checkpoints" / "3" / "state" / "state")
 
 
+def test_a_state_that_cannot_be_described_fails_a_save_and_no_step(
+    tmp_path, state, monkeypatch
+):
+    def fail(*_: Any) -> Any:
+        raise TypeError("of no dtype\nthat there is")
+
+    monkeypatch.setattr("jshard.checkpoint.frozen.bit_sums", fail)
+    reports: list[Save] = []
+    with Checkpointer(tmp_path, report=reports.append) as checkpointer:
+        checkpointer.save(at_step(state, 1), frozen_from="org/base@main")
+        checkpointer.save(at_step(state, 2))
+    assert [bool(save.error) for save in reports] == [True, False]
+    assert "of no dtype" in reports[0].error
+    assert checkpointer.steps() == [2]
+
+
 def test_frozen_parameters_that_are_left_out_are_taken_from_the_state(tmp_path):
     fsdp, base = make_fsdp(), tmp_path / "base"
     only_head: Any = lambda path, _: "head" in path

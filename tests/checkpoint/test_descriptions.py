@@ -203,6 +203,10 @@ def test_names_of_arrays_leave_out_the_node_of_a_variable():
     assert name("params", "value", "w") == "params.value.w"
     assert name("value") == "value"
     assert name("opt", "0") == "opt.0"
+    field = jax.tree_util.GetAttrKey("value")
+    assert array_name((jax.tree_util.DictKey("w"), field)) == "w"
+    of_line_search = jax.tree_util.GetAttrKey("opt_state"), field
+    assert array_name(of_line_search) == "opt_state.value"
 
 
 def test_arrays_of_one_name_are_refused_and_empty_ones_left_out():

@@ -145,6 +145,25 @@ def test_frozen_parameters_are_known_by_the_sum_of_their_bits(monkeypatch, tmp_p
     }
     monkeypatch.setattr(frozen.metadata, "arrays_by_name", lambda state: arrays)
     state: Any = type("State", (), {"step": jnp.int32(0)})()
+    halves, words = np.array([1 + 2j, 3 - 1j], np.complex64), np.array([5, 7])
+    few: Any = np.array([1, -3]), [True, False, True]
+    of_others = {
+        "frozen.complex": jnp.asarray(halves),
+        "frozen.bool": jnp.asarray(few[1]),
+        "frozen.int4": jnp.asarray(few[0], jnp.int4),
+        "frozen.key": jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32)),
+    }
+    own = dict(arrays)
+    arrays |= of_others
+    in_words = lambda x: int(x.view(np.uint16).astype(np.uint32).sum())
+    assert frozen.bit_sums(state) == frozen.bit_sums(state) | {
+        "frozen.complex": f"complex64 {in_words(halves)}",
+        "frozen.bool": "bool 2",
+        "frozen.int4": f"int4 {in_words(few[0].astype(np.float32))}",
+        "frozen.key": "key<fry> 12",
+    }
+    arrays.clear()
+    arrays |= own
     sums = frozen.bit_sums(state)
     bits = int(np.asarray(arrays["frozen.w"]).view(np.uint16).astype(np.uint32).sum())
     assert sums == {"frozen.w": f"bfloat16 {bits}", "frozen.q": "uint8 253"}

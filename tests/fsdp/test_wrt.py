@@ -1,5 +1,6 @@
 """What ``wrt`` selects is trained, whatever its type; the rest is frozen."""
 
+import functools
 from typing import Any
 
 import jax
@@ -149,3 +150,18 @@ def test_what_cannot_be_trained_is_refused_by_name(wrt, message):
     with pytest.raises(jshard.UserError, match=message) as error:
         make_fsdp().abstract_state(Counting, TX, wrt=wrt)
     assert "\n" not in str(error.value)
+
+
+def test_names_that_no_checkpoint_tells_apart_are_refused_at_init():
+    def make(names: dict[str, Any], rngs: nnx.Rngs) -> nnx.Module:
+        model: Any = nnx.Sequential(nnx.Linear(4, 4, rngs=rngs))
+        model.all = nnx.Dict({name: value() for name, value in names.items()})
+        return model
+
+    one = lambda: nnx.Param(jnp.ones(3))
+    nested = lambda: nnx.Dict(b=one(), c=one())
+    fsdp, tx = jshard.FSDP(jshard.make_mesh()), optax.sgd(1.0)
+    for names in ({"a.b": one, "a": nested}, {"a.b.d": one, "a": nested}):
+        with pytest.raises(jshard.UserError, match=r"'params.all.a.b' and 'params.all"):
+            fsdp.init(functools.partial(make, names), tx)
+    fsdp.abstract_state(functools.partial(make, {"a.d": one, "a": nested}), tx)

@@ -155,7 +155,7 @@ def test_the_heads_gradient_adds_up_in_float32():
     np.testing.assert_allclose(np.asarray(dhead, np.float32), want, rtol=0.02)
 
 
-@pytest.mark.parametrize("weight", [1.0, 1e4])
+@pytest.mark.parametrize("weight", [1e-7, 1.0, 1e4])
 def test_float16_keeps_the_gradients_of_improbable_tokens(weight):
     # float16 has nothing between 0 and 6e-8, and nothing above 65504.
     x, targets = np.ones((1, 1, 1), np.float32), np.zeros((1, 1), np.int32)
@@ -169,6 +169,15 @@ def test_float16_keeps_the_gradients_of_improbable_tokens(weight):
         total, low, head, targets, np.float32(weight) * ones
     )
     np.testing.assert_allclose(np.asarray(got)[0, 1:], weight * want[0, 1:], rtol=1e-2)
+    tokens: Any = low, targets
+
+    def scaled(head: Any) -> Any:
+        log_probs = token_log_probs(tokens[0], head, tokens[1], chunk=1)
+        return -weight * jnp.sum(log_probs)
+
+    of_head = jax.grad(scaled)
+    got = np.asarray(jax.jit(of_head)(head))
+    np.testing.assert_allclose(got[0, 1:], weight * want[0, 1:], rtol=1e-2)
 
 
 def test_large_logits_do_not_overflow():

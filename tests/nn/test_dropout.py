@@ -48,6 +48,23 @@ class Split(Constant):
         return jax.random.uniform(key)
 
 
+class Bare(Constant):
+    """A key in an attribute."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.key = nnx.data(rngs.noise())
+
+    def draw(self) -> jax.Array:
+        return jax.random.uniform(self.key)
+
+
+class Integers(Split):
+    """A key as JAX made it before it had a dtype of its own."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.key = nnx.Variable(jax.random.key_data(rngs.noise()))
+
+
 class Noisy(nnx.Module):
     """Adds the same noise to all examples of a device; returns the noise of each."""
 
@@ -99,7 +116,7 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2, devices=jax.devices()[:4]), policy)
     optimizer = optax.chain(optax.trace(0.0), optax.scale(0.0))  # keeps gradients
     make = lambda: Model(kind, nnx.Rngs(0))
-    state = fsdp.from_model(filled(make), optimizer)
+    state = fsdp.from_model(make() if kind is Bare else filled(make), optimizer)
     step = fsdp.train_step(loss_fn, optimizer)
     batch, seen = fsdp.shard_batch(BATCH), []
     for _ in range(STEPS):
@@ -113,11 +130,11 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
 
 # A split key is stored as tests/nn/test_dropout_masks.py says, by default.
 @pytest.mark.quick("Constant")
-@pytest.mark.parametrize("kind", [Stream, Constant, Split])
+@pytest.mark.parametrize("kind", [Stream, Constant, Split, Bare])
 def test_each_device_and_micro_batch_draws_noise_of_its_own(kind):
     noise = noise_of(kind, accumulate=2)  # an example each
     for place in range(PLACES):
-        steps = noise[:, place] if kind is not Constant else noise[:1, place]
+        steps = noise[:, place] if kind in (Stream, Split) else noise[:1, place]
         assert len(np.unique(steps)) == steps.size
 
 
@@ -125,3 +142,18 @@ def test_a_key_that_is_never_replaced_draws_the_same_in_every_step():
     noise = noise_of(Constant, accumulate=2)  # an example each
     np.testing.assert_array_equal(noise[1:], noise[:-1])
     assert len(np.unique(noise[0])) == noise[0].size
+
+
+def test_a_key_as_integers_is_refused_where_devices_would_draw_alike():
+    def trace(kind: type, number: int, **knobs: Any) -> None:
+        mesh = jshard.make_mesh(devices=jax.devices()[:number])
+        fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0, **knobs))
+        state = fsdp.abstract_state(lambda r: Model(kind, r), optax.sgd(1.0))
+        batch = fsdp.shard_batch(BATCH)
+        fsdp.train_step(loss_fn, optax.sgd(1.0)).trace(state, batch)
+
+    message = r"'(stack.source|root.source|unit.source).key' is .*jax.random.key"
+    for number, accumulate in ((2, 1), (1, 2)):
+        with pytest.raises(jshard.UserError, match=message):
+            trace(Integers, number, accumulate=accumulate)
+    trace(Integers, 1)

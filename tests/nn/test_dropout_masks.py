@@ -178,6 +178,8 @@ def test_keys_are_folded_for_a_device_and_stored_without_it():
     want = values(before)
     own = before["key"].get_value()
     want["key"] = fold(own, 0, 3)
+    bare: Any = dropout.fold_streams(nnx.State({"key": own}), number)["key"]
+    assert jax.random.key_data(bare).tolist() == want["key"]
     want["stream.key"] = fold(before["stream"]["key"].get_value(), 0, 3)
     assert values(given) == want
     # Without a mesh there is no device to agree with.

@@ -155,7 +155,10 @@ class Small(nnx.Module):
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         return self.head(self.features(tokens_BT))
 
-    def log_probs(self, tokens_BT: jax.Array, targets_BT: jax.Array) -> tuple:
+    def log_probs(
+        self, tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
+    ) -> tuple:
+        del weights_BT  # of routers
         head_DV = jshard.gathered(self.head).kernel.get_value()
         x_BTD = self.features(tokens_BT)
         return jshard.nn.token_log_probs(x_BTD, head_DV, targets_BT, chunk=16), None

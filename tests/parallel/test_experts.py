@@ -223,3 +223,25 @@ def test_rounds_with_whole_experts_are_grouped_products(skew, remat, monkeypatch
     assert not names & {"ragged_dot_general", "all_to_all"}
     for a, b in zip(*map(jax.tree.leaves, (run(*arguments), want)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_many_rounds_add_up_in_float32(monkeypatch):
+    """The gradients of 512 rounds, of which each adds as much to an expert's kernel."""
+    monkeypatch.setattr(experts, "on_gpus", lambda: True)
+    N, E, D = 4096, 512, 2
+    kernel_EDD = jnp.ones((E, D, D), jnp.bfloat16)
+
+    def total(kernel_EDD: Any) -> Any:
+        apply = lambda kernel, x_EMD, _, weight_EM: (
+            jnp.matmul(x_EMD, kernel["of"].get_value()) * weight_EM[..., None]
+        )
+        modules = nnx.Dict(of=nnx.Param(kernel_EDD))
+        x_ND = jnp.ones((N, D), jnp.bfloat16)
+        expert_N1 = jnp.zeros((N, 1), jnp.int32)
+        weight_N1 = jnp.ones((N, 1))
+        y_ND = experts.on_experts(apply, modules, x_ND, expert_N1, weight_N1, E, 0.01)
+        return jnp.sum(y_ND.astype(jnp.float32))
+
+    got_EDD = jax.jit(jax.grad(total))(kernel_EDD)
+    assert got_EDD.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got_EDD[0].astype(jnp.float32), N, rtol=2**-8)
