@@ -28,6 +28,7 @@ from jshard.layout.state_layout import Layout
 from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means
+from jshard.pipe import call as pipe
 from jshard.unit.dataflow import dependencies, loop, through, union
 
 
@@ -155,6 +156,8 @@ def _check_shards(
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
         if eqn.primitive.name == "optimization_barrier":
             return entering
+        if eqn.primitive is pipe.LAYERS:  # which gather their shards themselves
+            return [union(entering) & own] * len(eqn.outvars)
         if eqn.primitive.name not in jaxprs.COLLECTIVES:
             return None
         for x in entering if eqn.primitive.name.startswith("all_gather") else ():
