@@ -3,6 +3,8 @@
 import base64
 import hashlib
 import json
+import os
+import re
 import secrets
 import sys
 import time
@@ -24,6 +26,13 @@ from jshard.recipe.load import own_modules
 from jshard.run.start import Start
 
 SHOWN = 3  # differences
+_LONGEST = 120  # characters of a line of a program
+# Settings of folders, logs, limits and devices, which may differ by process.
+_OF_PROCESS = re.compile(
+    "dir|cache|log|dump|timeout|traceback|address|visible|captured|pprint|platform"
+    "|device|backend|topology|profil|pgle|proxy"
+)
+_DUMPS = ("--xla_dump", "--xla_gpu_dump")
 PATIENCE = 15.0  # seconds; file systems cache that a file does not exist
 
 Facts = Mapping[str, Mapping[str, str]]
@@ -40,7 +49,39 @@ def agree(peers: Peers, facts: Facts) -> None:
     packed = base64.b85encode(zlib.compress(json.dumps(facts).encode())).decode()
     packed = peers.publish("facts", packed)
     theirs: Facts = json.loads(zlib.decompress(base64.b85decode(packed)))
-    differences = peers.share("differences", _differences(facts, theirs))
+    _check_equal(peers, _differences(facts, theirs))
+
+
+def agree_on_program(peers: Peers, text: str) -> None:
+    """Compares the program of a step, which all processes must run alike.
+
+    Lines of callbacks are left out, as these have addresses of the process.
+
+    Raises:
+      UserError: Some process has another program than process 0; raised in all.
+    """
+    lines = [line for line in text.splitlines() if "callback" not in line]
+    sums = np.array([zlib.crc32(line.encode()) for line in lines], "<u4")
+    packed = base64.b85encode(sums.tobytes()).decode()
+    theirs = np.frombuffer(base64.b85decode(peers.publish("program", packed)), "<u4")
+    if np.array_equal(sums, theirs):
+        difference = ""
+    else:
+        count = min(len(sums), len(theirs))
+        unequal = np.flatnonzero(sums[:count] != theirs[:count])
+        first = int(unequal[0]) if len(unequal) else count
+        line = lines[first].strip() if first < len(lines) else "the end"
+        difference = (
+            f"its train step is another program, from line {first + 1} of "
+            f"{len(lines)}: {line[:_LONGEST]}; is something in the recipe read from "
+            "the process's own environment, clock or files?"
+        )
+    _check_equal(peers, difference)
+
+
+def _check_equal(peers: Peers, difference: str) -> None:
+    """Raises a UserError in all processes if one has a difference to process 0."""
+    differences = peers.share("differences", difference)
     different = [index for index, text in enumerate(differences) if text]
     if different:
         first, *others = different
@@ -84,6 +125,23 @@ def _differences(mine: Facts, theirs: Facts) -> str:
                 texts.append(f"{kind} {name}: {here}, not {there}")
     more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return "; ".join(texts[:SHOWN]) + more
+
+
+def facts_of_jax() -> Facts:
+    """Returns what JAX is set to, and the devices, which all processes have alike."""
+    devices = jax.local_devices()
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return {
+        "jax.config": {
+            name: repr(value)
+            for name, value in jax.config.values.items()
+            if not _OF_PROCESS.search(name)
+        },
+        "environment": {
+            "XLA_FLAGS": " ".join(x for x in flags if not x.startswith(_DUMPS))
+        },
+        "devices": {"number": str(len(devices)), "kind": devices[0].device_kind},
+    }
 
 
 def facts_of(

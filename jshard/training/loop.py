@@ -10,6 +10,7 @@ from jshard.cli.formatting import format_duration, one_line
 from jshard.cli.terminal import show
 from jshard.config.run_config import Config
 from jshard.distributed.peers import Peers
+from jshard.layout.batch import abstract_batch
 from jshard.plan.start_up import describe
 from jshard.recipe.make_config import changed_keys
 from jshard.run.bucket import Copying
@@ -17,6 +18,7 @@ from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import Start
+from jshard.training.agreement import agree_on_program
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.local_saving import LocalSaving
@@ -178,6 +180,10 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     job = run.job
     first = recipe.batches.first.rows
     note = describe(job.fsdp, run.abstract_state, first, job.train_step, run.hosts)
+    if run.peers.count > 1:
+        batch = abstract_batch(first, job.fsdp.mesh)
+        step = job.train_step.trace(run.abstract_state, batch)  # which is kept
+        agree_on_program(run.peers, step.lower().as_text())
     more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
     if run.copies is not None:
         more["local copies"] = run.copies.describe(run.config.checkpoint.local)

@@ -26,6 +26,7 @@ from jshard.recipe.definition import Recipe
 from jshard.run.bucket import RunInBucket
 from jshard.run.source import Source, find_source
 from jshard.run.start import Start, find_start
+from jshard.training.agreement import agree, facts_of_jax
 from jshard.training.precomputed import Precomputed
 
 
@@ -172,6 +173,8 @@ def prepare_run(
     peers.limit(config.watch.silence, stuck)
     peers.open_log(workdir)
     peers.at("setting up", 0)
+    if peers.count > 1:
+        agree(peers, facts_of_jax())
     hosts = peers.hosts if peers.count > 1 else None
     experts = ""
     if mesh is None:

@@ -13,7 +13,12 @@ from jshard.config.run_config import complete
 from jshard.distributed.peers import Peers
 from jshard.recipe.load import open_recipe
 from jshard.run.start import Start
-from jshard.training.agreement import agree, facts_of
+from jshard.training.agreement import (
+    agree,
+    agree_on_program,
+    facts_of,
+    facts_of_jax,
+)
 from resumable import RECIPE
 
 
@@ -128,3 +133,32 @@ def test_datasets_that_differ_in_length_values_or_dtype_differ(facts):
     assert "data train, first example:" in told(facts(data=data(dtype=np.int32)), base)
     endless = facts(data=data().repeat())
     assert "data train examples: endless, not 100" in told(endless, base)
+
+
+PROGRAM = "first\nadd 1.0\n  call @callback 140232\nlast\n"
+
+
+def test_a_program_that_differs_is_told_by_its_first_line_and_callbacks_may():
+    first = First()
+    agree_on_program(first, PROGRAM)
+    agree_on_program(Other(first.said), PROGRAM.replace("140232", "983121"))
+    with pytest.raises(jshard.UserError, match=r"from line 2 of 3: add 1\.5; is "):
+        agree_on_program(Other(first.said), PROGRAM.replace("1.0", "1.5"))
+    with pytest.raises(jshard.UserError, match="from line 3 of 2: the end; "):
+        agree_on_program(Other(first.said), PROGRAM.replace("last\n", ""))
+
+
+def test_settings_of_jax_that_change_programs_are_facts_and_those_of_a_process_not():
+    facts = facts_of_jax()
+    assert {"jax_threefry_partitionable", "jax_enable_x64"} <= {*facts["jax.config"]}
+    assert facts["devices"]["number"] == str(len(jax.local_devices()))
+    with jax.threefry_partitionable(False):
+        assert told(facts_of_jax(), facts).endswith(
+            "jax.config jax_threefry_partitionable: False, not True"
+        )
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", "/elsewhere")
+        assert facts_of_jax() == facts
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

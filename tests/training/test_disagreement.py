@@ -167,3 +167,31 @@ def test_what_one_process_does_differently_is_named_before_the_first_step(
     assert f"process 1 differs from process 0: {kind} " in job.err(0)
     assert name in job.err(0)
     assert "step 1/" not in job.out()
+
+
+@pytest.mark.slow  # by default, test_agreement
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("RATE=0.5", "its train step is another program, from line "),
+        ("JAX_THREEFRY_PARTITIONABLE=0", "jax_threefry_partitionable: False, not True"),
+        ("JAX_ENABLE_X64=1", "jax_enable_x64: True, not False"),
+        ("JAX_DEFAULT_MATMUL_PRECISION=highest", "jax_default_matmul_precision: "),
+        ("XLA_FLAGS=--xla_cpu_enable_fast_math=true", "environment XLA_FLAGS: "),
+        ("JAX_NUM_CPU_DEVICES=3", "devices number: 3, not 2"),
+    ],
+)
+def test_a_process_that_would_compute_something_else_is_named_before_the_first_step(
+    setting, said, tmp_path
+):
+    rate = "float(os.environ.get('RATE', '1e-3'))"
+    write_recipe(
+        tmp_path, lambda text: text.replace("learning_rate(config))", f"{rate})")
+    )
+    prefix = [[], ["env", setting]]
+    with Job(tmp_path, 2, 2, *WORDS, prefix=lambda index: prefix[index]) as job:
+        assert job.wait(90) == [2, 2], job.err()
+    assert len(job.err().splitlines()) == 1, job.err()
+    assert "process 1 differs from process 0: " in job.err(0)
+    assert said in job.err(0)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
