@@ -156,7 +156,7 @@ def test_settings_of_jax_that_change_programs_are_facts_and_those_of_a_process_n
         assert told(facts_of_jax(), facts).endswith(
             "jax.config jax_threefry_partitionable: False, not True"
         )
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.values["jax_compilation_cache_dir"]
     try:
         jax.config.update("jax_compilation_cache_dir", "/elsewhere")
         assert facts_of_jax() == facts
