@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint import manifest, metadata
-from jshard.checkpoint.buckets.arrays import address, shown
+from jshard.checkpoint.buckets.arrays import address, shown, verify_values
 from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.metadata import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
@@ -91,7 +91,10 @@ def _verify(folders: list[Path]) -> None:
     for folder in folders:
         try:
             damage = find_damage(folder)
-        except UserError as error:  # a newer jshard wrote it
+            step = address(folder)
+            if step is not None and not damage:  # else the files were read
+                verify_values(step, metadata.read(folder)["arrays"])
+        except UserError as error:  # a newer jshard wrote it, or a chunk is damaged
             damage = str(error)
         show(one_line(f"{shown(folder)}: {damage or 'intact'}"))
         damaged += bool(damage)

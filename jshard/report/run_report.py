@@ -1,7 +1,6 @@
 """A run's report: one HTML page that works offline."""
 
 import base64
-import json
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from html import escape
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.untrusted import parse_json
 from jshard.cli.formatting import format_bytes, format_count
 from jshard.config.run_config import flatten
 from jshard.errors import UserError
@@ -77,7 +77,7 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     metrics = []
     for number, line in enumerate(lines, 1):
         try:
-            values = json.loads(line)
+            values = parse_json(line)
         except ValueError:
             values = None
         if not isinstance(values, dict) or not isinstance(values.get("step"), int):

@@ -192,3 +192,18 @@ def test_shards_in_host_memory_of_a_gpu_are_copied(monkeypatch):
     assert copied("pinned_host", "gpu")
     assert not copied("device", "gpu")
     assert not copied("pinned_host", "cpu")
+
+
+def test_verifying_values_reads_every_chunk(there):
+    values = np.arange(4 * 8 * 1024, dtype=np.float32).reshape(8, -1)
+    arrays.write(there, arrays.on_host({"a": sharded(values)}), 0, 1)
+    arrays.verify_values(there, ["a"])
+    paths = [path for path in there.paths(arrays.ARRAYS) if "/d/" in path]
+    for path in paths:
+        content, _ = there.read(path)
+        assert content is not None
+        if (at := content.find(values[5, :64].tobytes())) >= 0:
+            there.write(path, content[:at] + b"\1" + content[at + 1 :])
+            break
+    with pytest.raises(UserError, match="an array of it has another checksum"):
+        arrays.verify_values(there, ["a"])

@@ -1,6 +1,8 @@
 """The local copy of what is small in a bucket follows it, and is whole or none."""
 
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -132,7 +134,27 @@ def test_a_temporary_folder_is_named_after_its_url():
     folder = mirror.temporary_folder("s3://b/" + "x" * 200)
     assert folder.name.startswith(f"jshard-s3-b-{'x' * 95}-")
     assert folder.is_dir()
-    folder.rmdir()
+    shutil.rmtree(folder)
+
+
+def test_folders_of_killed_processes_are_deleted_and_those_in_use_and_others_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "jshard-of-a-user").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / ".in-use").touch()
+    (tmp_path / "jshard-link").symlink_to(elsewhere)
+    killed = tmp_path / "jshard-s3-b-x-killed"
+    killed.mkdir()
+    (killed / ".in-use").touch()  # which the kernel unlocked
+    first = mirror.temporary_folder("s3://b/y")
+    mirror.temporary_folder("s3://b/z")
+    assert not killed.exists()
+    assert first.is_dir()
+    assert (tmp_path / "jshard-of-a-user").is_dir()
+    assert (elsewhere / ".in-use").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1211,
+    "commands": 1213,
     "surface": 632,
     "plan": 5292,
     "training": 14266,
-    "checkpoint": 6297,
+    "checkpoint": 6352,
     "generation": 1214,
     "start-up note": 444,
     "fsdp": 2144,
@@ -28,7 +28,7 @@ MOST_LINES = {
     "cpu": 423,
     "collectives": 706,
     "layout": 2353,
-    "distributed": 1897,
+    "distributed": 1901,
     "cli": 735,
     "compat": 921,
     "parallel": 564,

@@ -7,9 +7,11 @@ which TensorStore verifies when it reads the chunk.
 """
 
 import contextlib
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,29 @@ def find_damage(folder: Path, index: int, count: int) -> list[str]:
         return [str(error)]
     share = dict(sorted(arrays["objects"].items())[index::count])
     return step.changed(share, moved=arrays["url"] != step.url)
+
+
+def verify_values(step: Objects, names: Iterable[str]) -> None:
+    """Reads all chunks of a step's arrays, which verifies their checksums.
+
+    Raises:
+      UserError: A chunk is damaged.
+      BucketError: The bucket cannot be read.
+    """
+    stored = database(step)
+    context = tensorstore.Context(stored.pop("context"))
+    with explained_reads(step):
+        for name in names:
+            array = tensorstore.open(
+                {"driver": "zarr3", "kvstore": stored | {"path": f"{name}/"}},
+                read=True,
+                context=context,
+            ).result()
+            chunk = array.chunk_layout.read_chunk.shape
+            starts = (range(0, n, c) for n, c in zip(array.shape, chunk, strict=True))
+            for corner in itertools.product(*starts):
+                ends = map(min, map(add, corner, chunk), array.shape)
+                array[tuple(map(slice, corner, ends))].read().result()
 
 
 def shown(folder: Path) -> str:

@@ -5,6 +5,8 @@ arrays are read from the bucket (``arrays.address``).
 """
 
 import atexit
+import fcntl
+import os
 import re
 import shutil
 import tempfile
@@ -23,6 +25,8 @@ from jshard.errors import UserError
 
 _RUN = ("config.json", "notes.json", "metrics.jsonl")  # what a resumed run reads
 _PICTURES = "samples/"
+_PREFIX = "jshard-"  # of temporary folders
+_LOCK = ".in-use"  # a file in them
 _THREADS = 8
 
 
@@ -65,11 +69,36 @@ def _file_in(local: Path, name: str, url: str) -> Path:
 
 
 def temporary_folder(url: str) -> Path:
-    """Returns a new folder for a URL, which is deleted when the process exits."""
+    """Returns a new folder for a URL, which is deleted when the process exits.
+
+    Those of killed processes are deleted here: their lock is free.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        _delete_if_abandoned(folder)
     name = re.sub(r"\W+", "-", url)[:100]
-    local = Path(tempfile.mkdtemp(prefix=f"jshard-{name}-"))
+    local = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-"))
     atexit.register(shutil.rmtree, local, ignore_errors=True)
+    lock = os.open(local / f"{_LOCK}-new", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # until the process ends
+    (local / f"{_LOCK}-new").rename(local / _LOCK)
     return local
+
+
+def _delete_if_abandoned(folder: Path) -> None:
+    """Deletes a folder that this user's processes made, if none of them uses it."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # none of ours, or another's
+        return
+    try:
+        if folder.is_symlink() or os.fstat(lock).st_uid != os.getuid():
+            return
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(lock)
 
 
 def fetch_run(run: Objects, local: Path) -> bool:

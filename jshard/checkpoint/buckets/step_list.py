@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable
 
 from jshard.checkpoint.buckets.objects import MISSING, Objects, Overtaken
+from jshard.checkpoint.untrusted import parse_json
 from jshard.errors import UserError
 
 FILE = "steps.json"
@@ -33,7 +34,7 @@ def _read(objects: Objects) -> tuple[Names, str, bytes]:
         return {}, "", MISSING
     where = f"{objects.url}/{FILE}"
     try:
-        found = json.loads(content)
+        found = parse_json(content)
         if found["format"] > FORMAT:
             raise UserError(f"{where} was written by a newer jshard: upgrade jshard")
         names = {int(step): name for step, name in found["steps"].items()}
