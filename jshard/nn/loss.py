@@ -152,7 +152,9 @@ def _kind(value: Any) -> str:
 
 
 # Metrics that a step adds; those of a loss scale are taken without one, too.
-_OF_STEPS = ("loss", "grad_norm", "loss_scale", "skipped_steps")
+_OF_STEPS = (
+    "loss", "grad_norm", "loss_scale", "optimizer_updates", "skipped", "skipped_steps",
+)  # fmt: skip
 
 
 @jax.tree_util.register_dataclass

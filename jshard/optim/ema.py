@@ -17,16 +17,17 @@ def start(params: nnx.State) -> nnx.State:
 
 
 def update(
-    averages: nnx.State, params: nnx.State, decay: float, steps: jax.Array
+    averages: nnx.State, params: nnx.State, decay: float, number: jax.Array
 ) -> nnx.State:
     """Returns the averages after an update; nothing moves between devices.
 
-    ``d * average + (1 - d) * param``, where d is ``min(decay, (1 + steps) / (10 +
-    steps))``, so that the initial values are soon forgotten: the formula of
+    ``d * average + (1 - d) * param``, where d is ``min(decay, (1 + number) / (10 +
+    number))``, so that the initial values are soon forgotten: the formula of
     TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``. ``params``
-    and ``steps``, the number of updates so far, are those after the update.
+    are those after the update, and ``number`` counts the updates with it: not steps
+    that make none.
     """
-    t = steps.astype(float)
+    t = number.astype(float)
     d = jnp.minimum(decay, (1 + t) / (10 + t))
 
     def move(average: jax.Array, param: jax.Array) -> jax.Array:

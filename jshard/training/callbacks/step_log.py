@@ -11,7 +11,7 @@ import jax
 
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
-from jshard.training.non_finite import check_finite
+from jshard.training.non_finite import check_finite, describe_skipped
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 
@@ -114,13 +114,17 @@ class StepLog(AbstractContextManager):
             except BaseException:
                 self._under_way.clear()  # steps after one that failed say nothing
                 raise
+            if skipped := describe_skipped(step, values):
+                self._display.say(skipped)
 
     def _read(self, step: int, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step, and returns its metrics and its learning rate."""
         fetched = {name: float(x) for name, x in metrics.items()}
+        # What its schedules read; an optimizer without a count has none from optax.
+        count = int(fetched.pop("optimizer_updates", step - 1))
         values = {"loss": fetched.pop("loss"), **fetched}
         if self._recipe.learning_rate is not None:
-            values["learning_rate"] = self._recipe.learning_rate(step - 1)
+            values["learning_rate"] = self._recipe.learning_rate(count)
         return values
 
     def _measure(self, count: int) -> dict[str, float]:
