@@ -110,6 +110,24 @@ def evaluated(run: Path) -> list[int]:
 # Runs that go on.
 
 
+def test_a_run_goes_on_with_another_batch_size_at_the_next_example(run, whole):
+    """Though an earlier step of it had another one, too."""
+    accept = ("batch_size",)
+    keys = {"eval_every": 0, "checkpoint__accept": accept, "batch_size": 16}
+    go_on(run, steps=8, **keys)
+    go_on(run, steps=9, **keys | {"batch_size": 8})
+    lines, want = (
+        {line["step"]: line for line in read_metrics(x) if "loss" in line}
+        for x in (run, whole)
+    )
+    for name in ("token_0", "token_5"):
+        means = [(want[i][name] + want[i + 1][name]) / 2 for i in (7, 9)]
+        assert [lines[step][name] for step in (7, 8, 9)] == [*means, want[11][name]]
+    assert [lines[step]["tokens_seen"] for step in (6, 7, 8, 9)] == [
+        8 * examples for examples in (48, 64, 80, 88)
+    ]
+
+
 def test_a_resumed_run_computes_what_the_uninterrupted_one_did(
     run, stopped, whole, capsys
 ):
