@@ -106,7 +106,7 @@ def test_a_position_is_what_a_checkpoint_says_or_its_steps_times_its_batch_size(
     tmp_path,
 ):
     assert read_position(tmp_path, 3, 8) == 24  # of an earlier version
-    groups = dict.fromkeys(("versions", "mesh", "metrics", "arrays"), {})
+    groups = {key: {} for key in ("versions", "mesh", "metrics", "arrays")}
     about = {"step": 3, "processes": 1, "created": "today", "stacks": [], **groups}
     config = {"config": {"batch_size": 4}}
     (tmp_path / "description.json").write_text(json.dumps(about | config))

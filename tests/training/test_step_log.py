@@ -259,5 +259,18 @@ def test_background_work_that_fails_or_hangs_does_not_hold_up_who_waits():
     background = Background(lambda items: answer.wait(10), 0.0, "test")
     background.put(1)
     assert not background.drain(0.05)
+    assert not background.close(0.05)
     answer.set()
-    background.close()
+    assert background.close()
+    assert background.close()
+
+
+def test_background_work_ends_however_soon_it_is_closed():
+    """What is handed over while the thread looks for more is worked on, too."""
+    for rest in (0.0, 0.0, 1e-4) * 100:
+        done: list[int] = []
+        background = Background(done.extend, rest, "test")
+        background.put(1)
+        background.end(lambda done=done: done.append(2))
+        assert background.close(10)
+        assert done == [1, 2]
