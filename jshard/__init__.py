@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from jshard.nn.loss import Loss as Loss
     from jshard.nn.loss import Mean as Mean
     from jshard.nn.loss import Means as Means
-    from jshard.nn.maximum import Max as Max
     from jshard.training.trainer import Trainer as Trainer
     from jshard.unit.gathered import gathered as gathered
     from jshard.unit.modules import Stack as Stack
@@ -44,7 +43,6 @@ else:
         "Checkpointer": "checkpoint.checkpointer",
         "Dropout": "nn.dropout",
         "Loss": "nn.loss",
-        "Max": "nn.maximum",
         "Mean": "nn.loss",
         "Means": "nn.loss",
         "Names": "fsdp.policy",

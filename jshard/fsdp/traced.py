@@ -133,8 +133,8 @@ def check_means(jaxpr: core.Jaxpr, shapes: Any) -> None:
             raise UserError(
                 f"loss_fn: metric {name!r} is a largest or smallest value of all "
                 "devices (pmax, pmin), which a Mean would average over batches and "
-                "micro-batches; return jshard.Max(jnp.max(x)), without pmax, or "
-                "jshard.Max(-jnp.min(x))"
+                "micro-batches; return jshard.nn.Max(jnp.max(x)), without pmax, or "
+                "jshard.nn.Max(-jnp.min(x))"
             )
 
 

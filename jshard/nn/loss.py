@@ -237,7 +237,9 @@ def terms_of(result: Any) -> tuple[Loss, dict[str, Mean | Max], list[jax.Array]]
         )
     for name, value in metrics.items():
         if not isinstance(value, Mean | Max):
-            instead = "it must be a jshard.Mean(total, count), or a jshard.Max(value)"
+            instead = (
+                "it must be a jshard.Mean(total, count), or a jshard.nn.Max(value)"
+            )
             raise UserError(
                 f"loss_fn: metric {name!r} is {_kind(value)}; "
                 f"{_advice(value) or instead}"

@@ -14,9 +14,9 @@ from jax import lax
 class Max:
     """The largest value of a metric over devices, micro-batches and batches.
 
-    For the dict of metrics: ``{"largest_error": jshard.Max(jnp.max(error))}``. Examples
-    of weight 0 are left out by ``jnp.max(error, where=weights > 0, initial=0.0)``. For
-    a minimum, take the negative.
+    For the metrics of a loss function: ``{"largest": jshard.nn.Max(jnp.max(error))}``.
+    Examples of weight 0 are left out by ``jnp.max(error, where=weights > 0,
+    initial=0.0)``. For a minimum, take the negative.
 
     Attributes:
       value: scalar, the largest of this device's examples.

@@ -14,8 +14,9 @@ from flax import nnx
 import jshard
 import pipelines
 from filled import filled
-from jshard import Max, Mean
+from jshard import Mean
 from jshard.data.batches import eval_batches
+from jshard.nn import Max
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32) - 5
 
@@ -88,7 +89,7 @@ def test_a_mean_of_a_maximum_is_refused_where_batches_are_averaged():
         fsdp.eval_step(of(lambda x, most, least: most.astype(jnp.int32))),
         fsdp.eval_step(of(lambda x, most, least: -least)),
     ):
-        with pytest.raises(jshard.UserError, match=r"'own' .* jshard\.Max\("):
+        with pytest.raises(jshard.UserError, match=r"'own' .* jshard\.nn\.Max\("):
             jax.eval_shape(step, state, X)
 
 

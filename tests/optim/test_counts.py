@@ -79,7 +79,7 @@ def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
     [
         (finite(steps(optax.adam(0.1), 2), 5), [2, 5], {}),
         (finite(optax.sgd(0.1), 5), [1, 2, 4, 5, 6], {}),
-        (optax.sgd(0.1), [1, 2, 4, 5, 6], {"loss_scale": True}),
+        (optax.sgd(RATE), [1, 2, 4, 5, 6], {"loss_scale": True}),
     ],
     ids=["MultiSteps", "no-count", "loss-scale"],
 )
@@ -97,6 +97,7 @@ def test_averages_are_those_of_the_parameters_of_every_update(tx, which, policy)
         x[3] += np.nan if number == 3 else 0
         state, metrics = step(state, fsdp.shard_batch(x))
         assert metrics["skipped"] == (number == 3)
+        assert metrics.get("optimizer_updates", updates) == updates
         if number in which:
             updates += 1
             d = min(DECAY, (1 + updates) / (10 + updates))
