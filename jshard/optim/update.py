@@ -151,7 +151,7 @@ def update(
     if policy.offload is None:
         return run(optimizer, moving, given)
     params, opt_state, averages = moving
-    grads, loss, number, finite = given
+    grads, loss, count, finite = given
     # Optimizers are chains here, whose last stages may all keep layers apart.
     stages, nothing = stages_of(optimizer), optax.EmptyState()
     states = (opt_state,) if stages is None else opt_state
@@ -178,7 +178,7 @@ def update(
     params, last, averages = streamed_update(
         functools.partial(run, layered),
         (params, states[number:], averages),
-        (grads, loss, number, finite),
+        (grads, loss, count, finite),
         params,
         separate=unknown_part(layered, OF_NUMBERS | OF_TENSORS) is None,
     )
@@ -189,14 +189,14 @@ def update(
 def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> Moving:
     """Updates what is ``moving`` by an optimizer."""
     params, before, averages = moving
-    grads, loss, number, finite = given
+    grads, loss, count, finite = given
     with sharded_update(mesh, policy):
         updates = grads, before, for_update(params)
         updates, opt_state = _call(mesh, tx, loss, *updates)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state
-        moved = ema.update(averages, params, policy.ema_decay, number)
+        moved = ema.update(averages, params, policy.ema_decay, count)
         made = counts.made(before, opt_state)
         averages = moved if made is None else optax.tree.where(made, moved, averages)
     new = (params, opt_state, averages)
