@@ -18,6 +18,11 @@ import optax
 _OF_OTHERS = frozenset(
     "ApplyEvery ReduceLROnPlateauState ScaleByZoomLinesearchState".split()
 )
+# States of optax that may make no update, or call another update in some steps alone.
+_DECIDING = frozenset(
+    "ApplyIfFiniteState ConditionallyMaskState ConditionallyTransformState "
+    "MultiStepsState".split()
+)
 # States of optax whose count is what a schedule is a function of.
 _OF_SCHEDULES = frozenset(
     "InjectHyperparamsState InjectStatefulHyperparamsState ScaleByScheduleState".split()
@@ -36,6 +41,11 @@ def of_schedules(opt_state: Any) -> jax.Array | None:
     """Returns the count that schedules get in the next update, or else ``updates``."""
     found = [x.count for x in _nodes(opt_state) if _name(x) in _OF_SCHEDULES]
     return _largest(found) if found else updates(opt_state)
+
+
+def differ_from_steps(opt_state: Any) -> bool:
+    """Returns whether some steps make no update, so that counts stay behind."""
+    return any(_name(x) in _DECIDING for x in _nodes(opt_state))
 
 
 def made(before: Any, after: Any) -> jax.Array | None:

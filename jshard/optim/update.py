@@ -86,8 +86,9 @@ def next_state(
         metrics["loss_scale"] = scale.scale
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
-    if (count := counts.of_schedules(state.opt_state)) is not None:
-        metrics["optimizer_updates"] = count
+    if scale is not None or counts.differ_from_steps(state.opt_state):
+        if (count := counts.of_schedules(state.opt_state)) is not None:
+            metrics["optimizer_updates"] = count
     moving = (state.params, state.opt_state, state.ema)
     given = (grads, loss, _updates(state) + 1, finite)
     params, opt_state, averages = update(

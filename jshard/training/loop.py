@@ -117,6 +117,7 @@ def train(
             if jax.process_index() == 0:
                 run.precomputed.save(run.workdir)
 
+        log.begin(run.state.opt_state)
         step, following = start.step, iter(batches)
         if start.unevaluated:
             evaluation.evaluate(step)

@@ -66,6 +66,8 @@ def test_counts_are_those_of_updates_and_of_schedules(tx, made, of_schedules, wh
     as_number = lambda x: None if x is None else int(x)
     assert as_number(counts.updates(state)) == made
     assert as_number(counts.of_schedules(state)) == of_schedules
+    if not counts.differ_from_steps(state):
+        assert found == "111111"
     assert found == which
 
 
