@@ -37,6 +37,7 @@ def batches(
     batch_size: int,
     start_step: int,
     num_steps: int,
+    first_example: int | None = None,
     process_index: int = 0,
     process_count: int = 1,
     num_threads: int = _THREADS,
@@ -45,7 +46,8 @@ def batches(
 
     Global batch s is examples [s*B, (s+1)*B) of `dataset`, and process p of P reads its
     rows [p*B/P, (p+1)*B/P). A step's batch therefore depends neither on where the run
-    started nor on the number of processes.
+    started nor on the number of processes. If steps before had another batch size, the
+    batches follow on `first_example`.
 
     Args:
       dataset: Examples, trees of numpy arrays. Training data ends with `.repeat()`;
@@ -54,6 +56,8 @@ def batches(
       batch_size: B, the global batch size, a multiple of `process_count`.
       start_step: The first step, counted from 0.
       num_steps: The step after the last.
+      first_example: How many examples the steps before `start_step` have read; by
+        default `start_step * B`.
       process_index: p.
       process_count: P.
       num_threads: Threads that make batches ahead of time, one for a `Stream`; 0 makes
@@ -75,20 +79,22 @@ def batches(
             batch_size=batch_size,
             start_step=start_step,
             num_steps=num_steps,
+            first_example=first_example,
             process_index=process_index,
             process_count=process_count,
         )
         return _read_ahead(reader, _PREFETCHED if num_threads else 0)
-    if len(dataset) < num_steps * batch_size:
+    first = start_step * batch_size if first_example is None else first_example
+    end = first + max(num_steps - start_step, 0) * batch_size
+    if len(dataset) < end:
         raise UserError(
             f"the dataset ends after {len(dataset)} examples, but {num_steps} steps of "
-            f"{batch_size} need {num_steps * batch_size}: end make_data with .repeat()"
+            f"{batch_size} need {end}: end make_data with .repeat()"
         )
-    # In batches of B/P examples, global batch s is numbers s*P .. s*P + P-1.
+    # In batches of B/P examples, P of them, one for each process, are a global batch.
     size = batch_size // process_count
-    local = dataset.batch(size, drop_remainder=True, batch_fn=stack)
-    first = start_step * process_count + process_index
-    local = local[first : num_steps * process_count : process_count]
+    local = dataset[first:end].batch(size, drop_remainder=True, batch_fn=stack)
+    local = local[process_index::process_count]
     return iter(local.to_iter_dataset(grain.ReadOptions(num_threads, _PREFETCHED)))
 
 

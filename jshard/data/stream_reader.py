@@ -61,12 +61,18 @@ class PartReader(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Returns the next batch; a UserError if its examples differ."""
-        if not self._cursor.batched:
-            items = itertools.islice(self._cursor, self._size)
-            if examples := [to_arrays(item) for item in items]:
-                return stack(examples)
+        batch = self.read(self._size)
+        if batch is None:
             raise StopIteration
-        pieces, missing = [], self._size
+        return batch
+
+    def read(self, size: int) -> Any:
+        """Returns the next `size` examples, or what is left; None after the last."""
+        if not self._cursor.batched:
+            items = itertools.islice(self._cursor, size)
+            examples = [to_arrays(item) for item in items]
+            return stack(examples) if examples else None
+        pieces, missing = [], size
         while missing:
             if self._rest is None:
                 self._before, self._used = self._cursor.state(), 0
@@ -77,9 +83,7 @@ class PartReader(Iterator[Any]):
             pieces.append(jax.tree.map(lambda x, n=count: x[:n], self._rest))
             self._drop(count)
             missing -= count
-        if not pieces:
-            raise StopIteration
-        return joined(pieces)
+        return joined(pieces) if pieces else None
 
     def _next_item(self) -> Any:
         """Returns a batch of the source as arrays; None at its end."""
@@ -118,7 +122,8 @@ class StreamReader(Iterator[Any]):
     """A process's rows [p*B/P, (p+1)*B/P) of the batches of steps start_step on.
 
     The arguments are as for `batches`. `state` is that of the last step before
-    `start_step`; if it is not known, the stream is read from its start.
+    `start_step`; if it is not known, the stream is read from its start, up to what
+    `first_example` says that the steps before have read.
 
     Attributes:
       resumes: Whether `get_state` leads back; if not, it is None.
@@ -136,6 +141,7 @@ class StreamReader(Iterator[Any]):
         batch_size: int,
         start_step: int,
         num_steps: int,
+        first_example: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
     ):
@@ -168,9 +174,32 @@ class StreamReader(Iterator[Any]):
         if state:
             self.set_state(state)
         else:
-            self._step = 0
-            while self._step < start_step:
-                next(self)
+            read = start_step * batch_size if first_example is None else first_example
+            self._skip(read)
+
+    def _skip(self, examples: int) -> None:
+        """Reads what earlier steps have read: as much of each part."""
+        if examples % self.parts:
+            raise UserError(
+                f"the run has read {examples} examples of {self._kind}, which lacks a "
+                f"state, and {self.parts} processes cannot divide them: resume it on "
+                "as many processes as it had"
+            )
+        for reader in self._readers.values():
+            left = examples // self.parts
+            while left:
+                self._read(reader, min(left, self._size))
+                left -= min(left, self._size)
+
+    def _read(self, reader: PartReader, size: int) -> Any:
+        batch = reader.read(size)
+        if batch is None or count_rows(batch) < size:
+            raise UserError(
+                f"the training data ends in step {self._step + 1} of "
+                f"{self._steps}: give data that can be read again, such as a "
+                "function that makes it, or lower --config.steps"
+            )
+        return batch
 
     def __next__(self) -> Any:
         """Returns the rows of the next step; StopIteration after the last one.
@@ -180,16 +209,7 @@ class StreamReader(Iterator[Any]):
         """
         if self._step == self._steps:
             raise StopIteration
-        batches = []
-        for reader in self._readers.values():
-            batch = next(reader, None)
-            if batch is None or count_rows(batch) < self._size:
-                raise UserError(
-                    f"the training data ends in step {self._step + 1} of "
-                    f"{self._steps}: give data that can be read again, such as a "
-                    "function that makes it, or lower --config.steps"
-                )
-            batches.append(batch)
+        batches = [self._read(x, self._size) for x in self._readers.values()]
         self._step += 1
         if self._restored:
             self._check_restored(self._restored)

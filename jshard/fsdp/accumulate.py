@@ -15,6 +15,7 @@ from jshard.fsdp.traced import Needs
 from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means, seeds
+from jshard.nn.maximum import before_all
 
 # (the arrays of a batch, and the index of each micro-batch): (micro-batches, ...) each
 Micro = tuple[Any, jax.Array]
@@ -79,7 +80,7 @@ def accumulate(
         return (sums, own + means, state), None  # with its own weights
 
     zeros = jax.tree.map(lambda x, d: jnp.zeros(x.shape, d), arrays.params, dtypes)
-    none = jax.tree.map(jnp.zeros_like, Means(*shapes[:2]))
+    none = before_all(Means(*shapes[:2]))
     sums, _ = lax.scan(body, (zeros, none, arrays.model_state), micro)
     return *sums, counts
 

@@ -43,7 +43,8 @@ class TrainState:
     """The state of training: sharded arrays, and the model's structure.
 
     Attributes:
-      step: int32 scalar, number of updates so far.
+      step: int32 scalar, number of steps so far. The optimizer's counts, in its
+        state, are fewer if steps made no update, and more if it was restored.
       params: the trained parameters (selected by ``wrt``), an ``nnx.State``.
       frozen: the other parameters; sharded and gathered, but never changed.
       model_state: batch statistics, random streams, and the like; replicated.

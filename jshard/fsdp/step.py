@@ -31,7 +31,7 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.state import ModelArrays, TrainState
-from jshard.fsdp.traced import differing, once_checked
+from jshard.fsdp.traced import check_means, differing, once_checked
 from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
@@ -145,6 +145,7 @@ def eval_step(
 
     def local(arrays: ModelArrays, batch: Any) -> Means:
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+        check_means(traced.jaxpr, shapes)
         forward, _ = once_checked(traced, shapes, layout, arrays, (batch,))
         _, (means, _) = forward(*arrays, batch)
         return over_devices(means)
@@ -241,6 +242,8 @@ def train(
     inputs = (batch,) if micro is None else first_of(micro)
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
     forward, needs = once_checked(traced, shapes, layout, arrays, inputs)
+    if policy.accumulate > 1:
+        check_means(traced.jaxpr, shapes)
     if micro is None:
         rest = (*arrays[1:], batch)
         _, pullback, (means, after) = jax.vjp(

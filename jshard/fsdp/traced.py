@@ -27,7 +27,7 @@ from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
-from jshard.nn.loss import Means
+from jshard.nn.loss import Mean, Means
 from jshard.pipe import call as pipe
 from jshard.unit.dataflow import dependencies, loop, through, union
 
@@ -110,6 +110,42 @@ def needs_of_counts(jaxpr: core.Jaxpr, shapes: Any, arrays: ModelArrays) -> Need
         params.append(not isinstance(mean.count, Count) and any(used[: sizes[0]]))
         state |= any(used[sum(sizes[:2]) : sum(sizes)])
     return Needs(params, state)
+
+
+# Primitives that only change the form of a number.
+_FORMS = frozenset(
+    "and broadcast_in_dim concatenate convert_element_type copy neg reshape "
+    "shift_right_arithmetic squeeze stack".split()
+)
+
+
+def check_means(jaxpr: core.Jaxpr, shapes: Any) -> None:
+    """Checks that no metric is a maximum over devices that is averaged over batches.
+
+    Arguments are as of ``once_checked``, for a program of several (micro-)batches.
+
+    Raises:
+      UserError: a Mean has the result of ``lax.pmax`` or ``lax.pmin`` as its total.
+    """
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        name = eqn.primitive.name
+        if name in ("pmax", "pmin"):
+            return [1] * len(eqn.outvars)
+        if name in _FORMS or open_inner(eqn) is not None:
+            return None
+        return [0] * len(eqn.outvars)
+
+    found = dependencies(jaxpr, [0] * len(jaxpr.invars), rule)
+    _, metrics, *_ = jax.tree.unflatten(jax.tree.structure(shapes), found)
+    for name, metric in metrics.items():
+        if isinstance(metric, Mean) and any(jax.tree.leaves(metric.total)):
+            raise UserError(
+                f"loss_fn: metric {name!r} is a largest or smallest value of all "
+                "devices (pmax, pmin), which a Mean would average over batches and "
+                "micro-batches; return jshard.nn.Max(jnp.max(x)), without pmax, or "
+                "jshard.nn.Max(-jnp.min(x))"
+            )
 
 
 def _check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:

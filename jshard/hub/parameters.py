@@ -19,6 +19,7 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
+from jshard.optim import counts
 
 # How the names of what is read begin, but for frozen parameters.
 _BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")
@@ -58,7 +59,8 @@ def find_parameters(
 
     Raises:
       UserError: The source is of another model or optimizer; the message lists the
-        first differences.
+        first differences. Or averages cannot go on, as the optimizer does not count
+        its updates.
     """
     source = ParameterSource(path, tensors, optimizer)
     if source.is_safetensors:
@@ -69,6 +71,14 @@ def find_parameters(
             )
         check_safetensors(path, state, tensors)
         return source
+    averages = optimizer and state.ema is not None
+    if averages and jax.eval_shape(counts.updates, state.opt_state) is None:
+        raise UserError(
+            "checkpoint.restore_optimizer: averages (policy.ema_decay) go on by the "
+            "optimizer's count of its updates, and this one keeps none: leave out one "
+            "of the two keys, or give both runs' optimizer its rate as a schedule, "
+            "optax.constant_schedule(...), which counts"
+        )
     folder = find_step(path)
     targets, sources = match_parameters(folder, state, optimizer)
     exact = metadata.exact_by_name(state)

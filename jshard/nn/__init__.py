@@ -6,11 +6,13 @@ from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
 from jshard.nn.lora import add_lora
+from jshard.nn.maximum import Max
 from jshard.parallel.context import positions, whole_sequences
 from jshard.parallel.splits import Split
 from jshard.parallel.tensor import tensor_parallel
 
 __all__ = [
+    "Max",
     "Split",
     "StepSum",
     "adapters_off",

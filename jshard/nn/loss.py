@@ -15,7 +15,9 @@ from jax.core import Tracer
 
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes
+from jshard.fsdp.precision import at_least_float32
 from jshard.nn.count import Count, add_up, as_float, exact, times
+from jshard.nn.maximum import NOTHING, Max, is_max
 
 
 class _Sum:
@@ -152,7 +154,9 @@ def _kind(value: Any) -> str:
 
 
 # Metrics that a step adds; those of a loss scale are taken without one, too.
-_OF_STEPS = ("loss", "grad_norm", "loss_scale", "skipped_steps")
+_OF_STEPS = (
+    "loss", "grad_norm", "loss_scale", "optimizer_updates", "skipped", "skipped_steps",
+)  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
@@ -162,32 +166,42 @@ class Means:
 
     Attributes:
       loss: the terms of the loss, with global totals and counts.
-      metrics: the named Means of ``loss_fn``.
+      metrics: what ``loss_fn`` names, each a Mean or a Max.
     """
 
     loss: Loss
-    metrics: dict[str, Mean]
+    metrics: dict[str, Mean | Max]
 
-    def _map(self, fn: Callable[..., Mean], *others: "Means") -> "Means":
-        """Applies ``fn`` to each Mean, and those of others; weights stay."""
-        is_mean = lambda x: isinstance(x, Mean)
-        of_means = lambda x, *more: fn(x, *more) if is_mean(x) else x
-        return jax.tree.map(of_means, self, *others, is_leaf=is_mean)
+    def _map(
+        self, fn: Callable[..., Mean], pick: Callable[..., Max], *others: "Means"
+    ) -> "Means":
+        """Applies ``fn`` to each Mean, and ``pick`` to each Max; weights stay."""
+
+        def choose(x: Any, *more: Any) -> Any:
+            if isinstance(x, Mean):
+                return fn(x, *more)
+            return pick(x, *more) if is_max(x) else x
+
+        is_leaf = lambda x: isinstance(x, Mean | Max)
+        return jax.tree.map(choose, self, *others, is_leaf=is_leaf)
 
     def __add__(self, other: Any) -> "Means":
         if not isinstance(other, Means) and other == 0:  # the start of sum()
             return self
         add = lambda a, b: exact(a) + exact(b)
         return self._map(
-            lambda a, b: Mean(add(a.total, b.total), add(a.count, b.count)), other
+            lambda a, b: Mean(add(a.total, b.total), add(a.count, b.count)),
+            Max.larger,
+            other,
         )
 
     __radd__ = __add__
 
     def scaled(self, factor: Fraction | float) -> "Means":
-        """Counts each example ``factor`` times; -1 subtracts a batch."""
+        """Counts each example ``factor`` times; -1 subtracts them, but for a Max."""
         return self._map(
-            lambda mean: Mean(times(mean.total, factor), times(mean.count, factor))
+            lambda mean: Mean(times(mean.total, factor), times(mean.count, factor)),
+            lambda largest: largest if factor > 0 else NOTHING,
         )
 
     def leaves_out(self) -> bool:
@@ -204,8 +218,8 @@ class Means:
         return {name: float(mean.compute()) for name, mean in means.items()}
 
 
-def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
-    """Returns the loss, the named Means, and the weights that the step computes.
+def terms_of(result: Any) -> tuple[Loss, dict[str, Mean | Max], list[jax.Array]]:
+    """Returns the loss, the named metrics, and the weights that the step computes.
 
     Weights that a step computes, and may learn, are multiplied into their totals; those
     of the loss are constants.
@@ -213,7 +227,7 @@ def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
     Raises:
       UserError: ``loss_fn`` returned something else, or Means of no scalars.
     """
-    metrics: dict[str, Mean] = {}
+    metrics: dict[str, Any] = {}
     if isinstance(result, tuple) and len(result) == 2:
         result, metrics = result
     if not isinstance(metrics, dict):
@@ -222,8 +236,10 @@ def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
             f"{type(metrics).__name__}; it must be a dict of name to jshard.Mean"
         )
     for name, value in metrics.items():
-        if not isinstance(value, Mean):
-            instead = "it must be a jshard.Mean(total, count)"
+        if not isinstance(value, Mean | Max):
+            instead = (
+                "it must be a jshard.Mean(total, count), or a jshard.nn.Max(value)"
+            )
             raise UserError(
                 f"loss_fn: metric {name!r} is {_kind(value)}; "
                 f"{_advice(value) or instead}"
@@ -242,7 +258,17 @@ def terms_of(result: Any) -> tuple[Loss, dict[str, Mean], list[jax.Array]]:
     return Loss(tuple(terms)), named, computed
 
 
-def _of_scalars(mean: Mean) -> Mean:
+def _of_scalars(mean: Any) -> Any:
+    if is_max(mean):
+        if jnp.shape(mean.value):
+            raise UserError(
+                f"loss_fn: a Max needs a scalar, got shape {jnp.shape(mean.value)}; "
+                "take jnp.max of it first"
+            )
+        value = jnp.asarray(mean.value)
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            value = value.astype(float)
+        return Max(at_least_float32(value))
     shapes = jnp.shape(mean.total), jnp.shape(mean.count)
     if any(shapes):
         raise UserError(
@@ -282,7 +308,7 @@ def seeds(
 
 
 def over_devices(means: Means, counts: Sequence[Any] | None = None) -> Means:
-    """Sums totals and counts over all devices; weights are the same on each.
+    """Sums totals and counts over all devices; a Max is the largest of theirs.
 
     Args:
       means: a device's.
@@ -295,5 +321,6 @@ def over_devices(means: Means, counts: Sequence[Any] | None = None) -> Means:
         return dataclasses.replace(rest, loss=Loss(tuple(summed)))
     axes = manual_axes()
     return means._map(
-        lambda mean: Mean(add_up(mean.total, axes), add_up(mean.count, axes))
+        lambda mean: Mean(add_up(mean.total, axes), add_up(mean.count, axes)),
+        lambda largest: largest.over(axes),
     )

@@ -17,16 +17,17 @@ def start(params: nnx.State) -> nnx.State:
 
 
 def update(
-    averages: nnx.State, params: nnx.State, decay: float, steps: jax.Array
+    averages: nnx.State, params: nnx.State, decay: float, count: jax.Array
 ) -> nnx.State:
     """Returns the averages after an update; nothing moves between devices.
 
-    ``d * average + (1 - d) * param``, where d is ``min(decay, (1 + steps) / (10 +
-    steps))``, so that the initial values are soon forgotten: the formula of
+    ``d * average + (1 - d) * param``, where d is ``min(decay, (1 + count) / (10 +
+    count))``, so that the initial values are soon forgotten: the formula of
     TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``. ``params``
-    and ``steps``, the number of updates so far, are those after the update.
+    and ``count``, the number of updates so far, are those after the update; steps that
+    make none do not count.
     """
-    t = steps.astype(float)
+    t = count.astype(float)
     d = jnp.minimum(decay, (1 + t) / (10 + t))
 
     def move(average: jax.Array, param: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device, on_host
 from jshard.layout.padding import exact, pad
 from jshard.layout.state_layout import Layout
-from jshard.optim import ema, loss_scale
+from jshard.optim import counts, ema, loss_scale
 from jshard.optim.known import (
     OF_LAYERS,
     OF_NUMBERS,
@@ -77,24 +77,30 @@ def next_state(
     ``grads`` are global arrays sharded like their parameters, ``model_state`` is the
     model's state after the forward, and ``loss`` that of the global batch.
     """
-    steps, finite, scale = state.step + 1, None, state.loss_scale
+    finite, scale = None, state.loss_scale
     norm = optax.tree.norm(jax.tree.map(at_least_float32, grads))
     metrics = {"grad_norm": norm}
     grads = jax.tree.map(lambda g, p: g.astype(updated_in(p)), grads, state.params)
     if scale is not None:
         finite = jnp.isfinite(norm)
-        model_state = optax.tree.where(finite, model_state, state.model_state)
         metrics["loss_scale"] = scale.scale
         scale = loss_scale.update(scale, finite)
         metrics["skipped_steps"] = scale.skipped
+    if scale is not None or counts.differ_from_steps(state.opt_state):
+        if (count := counts.of_schedules(state.opt_state)) is not None:
+            metrics["optimizer_updates"] = count
     moving = (state.params, state.opt_state, state.ema)
-    given = (grads, loss, steps, finite)
+    given = (grads, loss, _updates(state) + 1, finite)
     params, opt_state, averages = update(
         layout.mesh, layout.policy, optimizer, moving, given
     )
+    if (skipped := _skipped(finite, state.opt_state, opt_state, params)) is not None:
+        metrics["skipped"] = skipped
+        spoilt = skipped & ~jnp.isfinite(norm)
+        model_state = optax.tree.where(spoilt, state.model_state, model_state)
     new = dataclasses.replace(
         state,
-        step=steps,
+        step=state.step + 1,
         params=params,
         model_state=model_state,
         opt_state=opt_state,
@@ -102,6 +108,29 @@ def next_state(
         loss_scale=scale,
     )
     return new, metrics
+
+
+def _updates(state: TrainState) -> jax.Array:
+    """Returns how many updates were made, by the optimizer's count if it has one."""
+    made = counts.updates(state.opt_state)
+    if made is not None:
+        return made
+    missed = counts.rejected(state.opt_state)
+    made = state.step if missed is None else state.step - missed
+    return made if state.loss_scale is None else made - state.loss_scale.skipped
+
+
+def _skipped(
+    finite: jax.Array | None, before: Any, after: Any, params: nnx.State
+) -> jax.Array | None:
+    """Returns whether a step made no update, as gradients were bad; None if all do."""
+    if finite is not None:
+        return ~finite
+    if (skipped := counts.skipped(before, after)) is None:
+        return None
+    # After too many in a row, apply_if_finite makes the parameters nan.
+    norm = optax.tree.norm(jax.tree.map(at_least_float32, params))
+    return skipped & jnp.isfinite(norm)
 
 
 def update(
@@ -123,7 +152,7 @@ def update(
     if policy.offload is None:
         return run(optimizer, moving, given)
     params, opt_state, averages = moving
-    grads, loss, steps, finite = given
+    grads, loss, count, finite = given
     # Optimizers are chains here, whose last stages may all keep layers apart.
     stages, nothing = stages_of(optimizer), optax.EmptyState()
     states = (opt_state,) if stages is None else opt_state
@@ -150,7 +179,7 @@ def update(
     params, last, averages = streamed_update(
         functools.partial(run, layered),
         (params, states[number:], averages),
-        (grads, loss, steps, finite),
+        (grads, loss, count, finite),
         params,
         separate=unknown_part(layered, OF_NUMBERS | OF_TENSORS) is None,
     )
@@ -160,15 +189,17 @@ def update(
 
 def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> Moving:
     """Updates what is ``moving`` by an optimizer."""
-    params, opt_state, averages = moving
-    grads, loss, steps, finite = given
+    params, before, averages = moving
+    grads, loss, count, finite = given
     with sharded_update(mesh, policy):
-        updates = grads, opt_state, for_update(params)
+        updates = grads, before, for_update(params)
         updates, opt_state = _call(mesh, tx, loss, *updates)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state
-        averages = ema.update(averages, params, policy.ema_decay, steps)
+        moved = ema.update(averages, params, policy.ema_decay, count)
+        made = counts.made(before, opt_state)
+        averages = moved if made is None else optax.tree.where(made, moved, averages)
     new = (params, opt_state, averages)
     return new if finite is None else optax.tree.where(finite, new, moving)
 

@@ -23,6 +23,7 @@ from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.nn.loss import Mean
+from jshard.nn.maximum import Max, before_all, combined
 from jshard.pipe.call import Split
 from jshard.pipe.schedule import FORWARD, NONE, Schedule, one_forward_one_backward
 from jshard.unit.layers import layer_of, put_layer
@@ -50,7 +51,7 @@ class Held(NamedTuple):
     args_ct: list[jax.Array]
     grads: dict[int, jax.Array]
     outside: list[jax.Array]
-    means: tuple[list[Mean], dict[str, Mean]]
+    means: tuple[list[Mean], dict[str, Mean | Max]]
 
 
 class Now(NamedTuple):
@@ -178,7 +179,7 @@ class Stage:
             zeros([self.split.types[i] for i in self.args]),
             {i: x for i, x in enumerate(sums) if i not in self.outside},
             [sums[i] for i in self.outside],
-            zeros(([mean for _, mean in loss.terms], metrics)),
+            before_all(([mean for _, mean in loss.terms], metrics)),
         )
         return held, zeros(residuals, plan.activations)
 
@@ -284,7 +285,8 @@ class Stage:
         moving = select(held.output, moves)
         _, pullback, means = jax.vjp(run, outside, moving, has_aux=True)
         grads, carry_ct = pullback(self.seeds)
-        means = jax.tree.map(lambda s, x: s + x.astype(s.dtype), held.means, means)
+        add = lambda s, x: s + x.astype(s.dtype)
+        means = combined(add, Max.larger, held.means, means)
         return carry_ct, _add(held.outside, grads), means
 
     def _pull(self, fn: Callable, sums: list, inputs: Any, cotangents: list) -> list:

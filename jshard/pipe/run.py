@@ -16,6 +16,7 @@ from jshard.fsdp.state import ModelArrays
 from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Loss, Mean, seeds
+from jshard.nn.maximum import Max, combined
 from jshard.pipe.call import Split, split_program
 from jshard.pipe.device import Stage, pick
 
@@ -27,7 +28,7 @@ def pipelined(
     micro: Micro,
     dtypes: nnx.State,
     scale: jax.Array | None,
-) -> tuple[nnx.State, Loss, dict[str, Mean], nnx.State]:
+) -> tuple[nnx.State, Loss, dict[str, Mean | Max], nnx.State]:
     """Does what ``accumulate`` does, with the Stack's layers in stages.
 
     Args:
@@ -55,7 +56,9 @@ def pipelined(
     )
     grads, (means, metrics) = stage.scan((states, *micro), jax.tree.leaves(dtypes))
     # Only the last stage has them.
-    means, metrics = jax.tree.map(lambda x: lax.psum(x, PIPE), (means, metrics))
+    of_last = lambda x: lax.psum(x, PIPE)
+    largest = lambda x: x.over(PIPE)
+    means, metrics = combined(of_last, largest, (means, metrics))
     loss = Loss(tuple(zip(weights, means, strict=True)))
     return jax.tree.unflatten(structure, grads), loss, metrics, after
 

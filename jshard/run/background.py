@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+PATIENCE = 60.0  # seconds that the end of a run waits for what may never answer
+
 
 class Background(Generic[T]):
     """A thread that works on what it is given, in order and in batches.
@@ -20,7 +22,7 @@ class Background(Generic[T]):
       name: Of the thread.
 
     Attributes:
-      error: What `work` raised first, which ends the work; None if nothing.
+      error: What was raised first, which ends the work; None if nothing.
     """
 
     def __init__(self, work: Callable[[list[T]], object], rest: float, name: str):
@@ -28,7 +30,8 @@ class Background(Generic[T]):
         self._work, self._rest = work, rest
         self._items: collections.deque[T | threading.Event] = collections.deque()
         self._given, self._hurry = threading.Event(), threading.Event()
-        self._closed = False
+        self._last: Callable[[], object] | None = None
+        self._ended = threading.Event()
         # A daemon, as a server may never answer; `close` is what waits for it.
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -45,24 +48,39 @@ class Background(Generic[T]):
         self._hurry.set()
         return done.wait(timeout)
 
-    def close(self) -> None:
-        """Waits for all items, and ends the thread."""
-        self._closed = True
-        self.drain()
+    def end(self, last: Callable[[], object] = lambda: None) -> None:
+        """Has the thread call `last` after all items, and end; does not wait for it."""
+        if self._last is None:
+            self._last = last
+            self._items.append(self._ended)
+            self._given.set()
+            self._hurry.set()
+
+    def close(self, timeout: float | None = PATIENCE) -> bool:
+        """Ends the thread; returns whether it did within some seconds, None for any."""
+        self.end()
+        return self._ended.wait(timeout)
 
     def _run(self) -> None:
-        while not self._closed or self._items:
+        while not self._ended.is_set():
             self._given.wait()
             self._given.clear()
             batch = [self._items.popleft() for _ in range(len(self._items))]
-            items = [x for x in batch if not isinstance(x, threading.Event)]
-            if items and self.error is None:
-                try:
-                    self._work(items)
-                except Exception as error:
-                    self.error = error
+            if items := [x for x in batch if not isinstance(x, threading.Event)]:
+                self._try(lambda items=items: self._work(items))
+            if self._last is not None and any(x is self._ended for x in batch):
+                self._try(self._last)
             for done in batch:
                 if isinstance(done, threading.Event):
                     done.set()
-            self._hurry.wait(self._rest)
-            self._hurry.clear()
+            if not self._ended.is_set():
+                self._hurry.wait(self._rest)
+                self._hurry.clear()
+
+    def _try(self, act: Callable[[], object]) -> None:
+        """Does something unless something failed before."""
+        if self.error is None:
+            try:
+                act()
+            except Exception as error:
+                self.error = error

@@ -132,7 +132,7 @@ class Copying(AbstractContextManager):
 
     def __exit__(self, kind: Any = None, *exception: object) -> None:
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(timeout=None)  # requests have limits of their own
         if self._bucket is None or self._stopped:
             return
         try:

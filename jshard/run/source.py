@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
+
 from jshard.checkpoint import frozen
 from jshard.checkpoint.buckets.arrays import shown
 from jshard.checkpoint.restore import restore_state
@@ -20,6 +22,7 @@ from jshard.hub.parameters import (
     read_frozen,
     start_from,
 )
+from jshard.optim import counts
 from jshard.recipe.build import Job
 from jshard.recipe.model_map import find_map, model_of, require_map
 
@@ -65,11 +68,17 @@ class Source:
             )
         return state
 
-    def message(self) -> str:
-        """Says what a new run starts from; "" for initial values."""
+    def message(self, state: TrainState) -> str:
+        """Says what the state of a new run starts from; "" for initial values."""
         read = [path for path in (self.frozen_from, self.adapters) if path]
         found = " and ".join(shown(x) if isinstance(x, Path) else x for x in read)
-        return f"starting from the parameters of {found}" if found else ""
+        text = f"starting from the parameters of {found}" if found else ""
+        if self.parameters is not None and self.parameters.optimizer:
+            made = jax.jit(counts.updates)(state.opt_state)
+            after = "" if made is None else f" after {made} updates"
+            averages = "" if state.ema is None else " and averages"
+            text += f", and from its optimizer{after}: schedules{averages} go on"
+        return text
 
 
 def find_source(

@@ -12,6 +12,7 @@ from jshard.checkpoint.local import Found, LocalCopies
 from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config
+from jshard.data.position import read_position
 from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
@@ -39,6 +40,8 @@ class Start:
       checkpoint: The verified checkpoint to restore; None starts with new values.
       resumes: Whether the folder already holds this run.
       metrics: The run's lines of metrics up to `step`; None if it starts at 0.
+      examples: How many examples of the training data were read up to `step`; not
+        known of a state that is `held`.
       unevaluated: Whether the evaluation due at `step` was not made.
       held: Whether to go on from the state that the processes hold.
       local: Whether to go on from local copies, which are newer than checkpoints.
@@ -54,6 +57,7 @@ class Start:
     checkpoint: Path | None = None
     resumes: bool = False
     metrics: Sequence[Mapping[str, Any]] | None = None
+    examples: int = 0
     unevaluated: bool = False
     held: bool = False
     local: bool = False
@@ -144,7 +148,8 @@ def find_start(
         where = error.filename or workdir
         raise UserError(f"cannot read {where}: {error.strerror}") from error
     names = (
-        "step", "resumes", "unevaluated", "held", "local", "run", "number", "stopped",
+        "step", "resumes", "examples", "unevaluated", "held", "local", "run", "number",
+        "stopped",
     )  # fmt: skip
     decided = json.dumps({name: getattr(start, name) for name in names})
     decided = json.loads(peers.publish("start", decided))
@@ -185,6 +190,7 @@ def _resume(
         resumes=True,
         local=local,
         metrics=metrics,
+        examples=read_position(texts, step, config.batch_size),
         unevaluated=_unevaluated(config, step, metrics),
         message="; ".join(filter(None, messages)),
     )

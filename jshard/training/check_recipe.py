@@ -42,11 +42,13 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
     saved = run.stream_state if start.held else read_state(start.texts)
+    examples = run.examples if start.held else start.examples
     following = TrainingBatches(
         train_data,
         saved,
         start_step=start.step,
         num_steps=config.steps,
+        first_example=examples,
         **reader,
     )
     first = following.first
@@ -62,6 +64,8 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             first.rows,
             job.fsdp.mesh,
             contract.flops_per_token(recipe.flops_per_token, config),
+            done=start.step,
+            examples=examples,
         ),
         precompute=once
         and (lambda state: precompute(once, job.fsdp, state, data, config)),
@@ -71,7 +75,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
         references=contract.references(
             recipe.references if jax.process_index() == 0 else None, config
         ),
-        find_cause=_cause_finder(run, train_data),
+        find_cause=_cause_finder(run, start.step, examples, train_data),
         note=_note(train_data, saved, first.state, start, reader["process_count"]),
     )
     check_loggers(config)
@@ -123,7 +127,9 @@ def _prepare_evaluation(
     return prepare_evaluation(run, data, tasks=tasks)
 
 
-def _cause_finder(run: PreparedRun, data: Any) -> Callable[[int], str]:
+def _cause_finder(
+    run: PreparedRun, done: int, examples: int, data: Any
+) -> Callable[[int], str]:
     model = run.job.fsdp.model(run.abstract_state)
 
     def find_cause(step: int) -> str:
@@ -131,7 +137,12 @@ def _cause_finder(run: PreparedRun, data: Any) -> Callable[[int], str]:
         if isinstance(data, Stream):
             return ""  # it has gone by
         (batch,) = batches(
-            data, start_step=step - 1, num_steps=step, num_threads=0, **run.reader()
+            data,
+            start_step=step - 1,
+            num_steps=step,
+            first_example=examples + (step - 1 - done) * run.config.batch_size,
+            num_threads=0,
+            **run.reader(),
         )
         return beyond_vocabulary(batch, model)
 

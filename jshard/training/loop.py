@@ -112,13 +112,14 @@ def train(
         if run.state is None:  # of a new run
             run.peers.at("making initial values", start.step)
             run.state = source.start(run.job, run.abstract_state)
-            display.say(source.message())
+            display.say(source.message(run.state))
         if recipe.precompute is not None and not start.step:
             run.peers.at("computing what is kept", 0)
             run.precomputed = recipe.precompute(run.state)
             if jax.process_index() == 0:
                 run.precomputed.save(run.workdir)
 
+        log.begin(run.state.opt_state)
         step, following = start.step, iter(batches)
         if start.unevaluated:
             evaluation.evaluate(step)

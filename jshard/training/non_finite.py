@@ -15,10 +15,9 @@ def check_finite(
     metrics: Mapping[str, float],
     find_cause: Callable[[int], str] = lambda step: "",
 ) -> None:
-    """Checks that the loss of a step is finite.
+    """Checks that the loss of a step is finite, unless its update was skipped.
 
-    With a loss scale, steps that are not finite are skipped; there the run fails when
-    the scale cannot fall further.
+    With a loss scale, the run fails when the scale cannot fall further.
 
     `find_cause` returns why the loss of a step is not finite, or "".
 
@@ -31,7 +30,8 @@ def check_finite(
             f"the loss of step {step} counts nothing: the counts of all its Means are "
             "0; look at what loss_fn counts, and at the weights in that step's batch"
         )
-    if not np.isfinite(loss) and "loss_scale" not in metrics:
+    rejects = "loss_scale" in metrics or metrics.get("skipped")
+    if not np.isfinite(loss) and not rejects:
         cause = find_cause(step) or (
             "lower the learning rate, clip gradients, or look at that step's data"
         )
@@ -41,6 +41,21 @@ def check_finite(
             f"the loss scale fell to 1 at step {step}, and gradients are still not "
             "finite: lower the learning rate, clip gradients, or use bfloat16"
         )
+
+
+def describe_skipped(step: int, metrics: Mapping[str, float]) -> str:
+    """Says that the update of a step was skipped, and why; "" if it was not."""
+    if not metrics.get("skipped"):
+        return ""
+    loss, norm = metrics["loss"], metrics["grad_norm"]
+    if np.isfinite(norm):
+        return f"step {step}: the optimizer skipped its update, grad_norm {norm:.4g}"
+    scale = metrics.get("loss_scale")
+    with_scale = f", with a loss scale of {scale:g}" if scale else ""
+    return (
+        f"step {step}: its gradients are not finite (loss {loss:.4g}{with_scale}); the "
+        "update was skipped"
+    )
 
 
 def beyond_vocabulary(batch: Any, model: nnx.Module) -> str:

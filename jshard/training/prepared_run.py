@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jshard.checkpoint.local import LocalCopies
 from jshard.config.run_config import Config
 from jshard.data.batches import Batch
+from jshard.data.position import position_files
 from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import state_files
 from jshard.distributed.peers import Peers
@@ -48,6 +49,7 @@ class PreparedRun:
         state with it, and leaves deleted arrays.
       stream_state: Where the training data are after the step of `state`, if they are a
         stream with a state.
+      examples: How many examples of the training data the steps up to `state` read.
       precomputed: What the recipe computed before the first step; None if it does not,
         or if nothing was read yet.
     """
@@ -63,6 +65,7 @@ class PreparedRun:
     copies: LocalCopies | None = None
     state: Any = None
     stream_state: StreamState | None = None
+    examples: int = 0
     precomputed: Precomputed | None = None
 
     @property
@@ -109,6 +112,7 @@ class PreparedRun:
         if start.held:
             return source
         self.state = None  # never two at once
+        self.examples = start.examples
         if start.local:
             assert self.copies is not None
             self.peers.at("restoring", start.step)
@@ -127,6 +131,7 @@ class PreparedRun:
             sharded = self.job.fsdp.shard_batch(self.filled(batch.rows))
             self.state, metrics = self.job.train_step(self.state, sharded)
         self.stream_state = batch.state
+        self.examples += self.config.batch_size
         return metrics
 
     def filled(self, rows: Any) -> Any:
@@ -142,7 +147,7 @@ class PreparedRun:
 
         All processes call it after the same step, and get the same.
         """
-        return state_files(self.stream_state)
+        return position_files(self.examples) | state_files(self.stream_state)
 
     def reader(self) -> dict[str, int]:
         """Returns the arguments of `batches` that select this process's part."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jshard.data.examples import count_items
+from jshard.data.examples import count_items, count_rows
 from jshard.fit.hardware import peak_flops
 from jshard.layout.batch import rows_of_process
 
@@ -15,7 +15,15 @@ from jshard.layout.batch import rows_of_process
 class Throughput:
     """Measures the speed of steps in wall time."""
 
-    def __init__(self, batch: Any, mesh: Mesh, flops_per_token: float | None = None):
+    def __init__(
+        self,
+        batch: Any,
+        mesh: Mesh,
+        flops_per_token: float | None = None,
+        *,
+        done: int = 0,
+        examples: int = 0,
+    ):
         """Starts the clock.
 
         Args:
@@ -23,9 +31,12 @@ class Throughput:
           mesh: The devices that share the work.
           flops_per_token: Model FLOPs of one token, forward and backward. Without it,
             or on a device of unknown peak, MFU is left out.
+          done: Steps that were made earlier.
+          examples: How many examples these have read, in batches of any size.
         """
         self._unit, items = count_items(batch)
         self._items = items * rows_of_process(mesh)[1]
+        self._done, self._seen = done, examples * (items // count_rows(batch))
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._flops = flops_per_token if self._unit == "tokens" else None
         self._peak = peak * mesh.size if peak else None
@@ -48,7 +59,8 @@ class Throughput:
 
     def seen(self, step: int) -> dict[str, float]:
         """Returns how many tokens or examples the first steps of a run have read."""
-        return {f"{self._unit}_seen": step * self._items}
+        seen = self._seen + (step - self._done) * self._items
+        return {f"{self._unit}_seen": seen}
 
     def measure(self, steps: int, *, drained: bool = False) -> dict[str, float]:
         """Returns the metrics of steps that are complete now.

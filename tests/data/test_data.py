@@ -1,5 +1,6 @@
 """Data: the batches of a step, and of an evaluation."""
 
+import json
 import math
 
 import grain
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from jshard.data.batches import batches, eval_batches
+from jshard.data.position import position_files, read_position
 from jshard.errors import UserError
 from texts import epoch, text, window
 
@@ -73,6 +75,49 @@ def test_starting_at_step_7_equals_skipping_to_step_7():
 
     for resumed, skipped in zip(from_step(7), from_step(0)[7:], strict=True):
         np.testing.assert_array_equal(resumed["x"], skipped["x"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_steps_of_another_batch_size_go_on_after_the_examples_read_before(processes):
+    dataset = examples(23).seed(3).shuffle().repeat()
+    found, position = [], 0
+    for steps, batch_size in ((3, 4), (2, 10), (4, 2)):
+        parts = [
+            batches(
+                dataset,
+                batch_size=batch_size,
+                start_step=5,  # of the run: what it read before is a number of examples
+                num_steps=5 + steps,
+                first_example=position,
+                process_index=index,
+                process_count=processes,
+            )
+            for index in range(processes)
+        ]
+        for rows in zip(*parts, strict=True):
+            found += [x for part in rows for x in part["x"]]
+        position += steps * batch_size
+        assert len(found) == position
+    want = [window(dataset, row)["x"] for row in range(position)]
+    np.testing.assert_array_equal(found, want)
+
+
+def test_a_position_is_what_a_checkpoint_says_or_its_steps_times_its_batch_size(
+    tmp_path,
+):
+    assert read_position(tmp_path, 3, 8) == 24  # of an earlier version
+    groups = {key: {} for key in ("versions", "mesh", "metrics", "arrays")}
+    about = {"step": 3, "processes": 1, "created": "today", "stacks": [], **groups}
+    config = {"config": {"batch_size": 4}}
+    (tmp_path / "description.json").write_text(json.dumps(about | config))
+    assert read_position(tmp_path, 3, 8) == 12
+    for name, content in position_files(20).items():
+        (tmp_path / name).write_text(content)
+        assert read_position(tmp_path, 3, 8) == 20
+        for damage in ("{}", "[", '{"examples": -1}', '{"examples": true}'):
+            (tmp_path / name).write_text(damage)
+            with pytest.raises(UserError, match=f"{name}: cannot be read as a posi"):
+                read_position(tmp_path, 3, 8)
 
 
 def test_each_epoch_has_each_window_once_in_an_order_of_its_own(tmp_path):

@@ -177,6 +177,25 @@ def test_a_run_goes_on_where_it_was(name, tmp_path):
     assert all(batch.waited >= 0 for batch in whole)
 
 
+@pytest.mark.quick("i", "l", "f", "d", "w", "grain, packed and mixed", "grain's loader")
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_run_goes_on_with_another_batch_size_at_the_next_example(name, tmp_path):
+    whole = list(training(SOURCES[name](), num_steps=4))
+    state = stored(whole[1].state, tmp_path)
+    given = {"state": state, "start_step": 2, "first_example": 16, "num_steps": 6}
+    rest = list(training(SOURCES[name](), batch_size=4, **given))
+    np.testing.assert_equal(
+        [together([x.rows for x in rest[i : i + 2]]) for i in (0, 2)],
+        [batch.rows for batch in whole[2:]],
+    )
+
+
+def test_what_a_stream_without_a_state_gave_must_divide_over_the_processes():
+    given = {"process_count": 2, "start_step": 1, "first_example": 3}
+    with pytest.raises(UserError, match=r"read 3 examples of .* 2 processes cannot"):
+        training(SOURCES["divided, without a state"](), **given)
+
+
 @pytest.mark.parametrize("name", ["divided", "divided, without a state", "iterable"])
 @pytest.mark.parametrize("before", [1, 2])
 @pytest.mark.parametrize("after", [1, 2, 4])

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import threading
 import types
 
 import numpy as np
@@ -11,6 +12,7 @@ from ml_collections import ConfigDict
 
 from jshard.config.run_config import complete
 from jshard.errors import UserError
+from jshard.run.loggers import services
 from jshard.run.metrics import RunFolder
 
 
@@ -83,16 +85,29 @@ def test_a_service_that_fails_costs_a_warning(runs, tmp_path):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("hangs", ["log", "finish"])
+def test_a_service_that_does_not_answer_is_left_behind_with_a_line(
+    hangs, runs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(services, "PATIENCE", 0.2)
+    answer = threading.Event()
+    monkeypatch.setattr(FakeRun, hangs, lambda *args, **given: answer.wait(10))
+    said = "wandb has not answered for 0 s: the run ends without it"
+    given = config(wandb="mine")
+    with pytest.warns(UserWarning, match=said), RunFolder(tmp_path, given) as folder:
+        folder.write(1, {"loss": 2.0})
+    assert list(tmp_path.glob("events.*"))
+    answer.set()
+
+
 def test_a_service_that_does_not_begin_or_is_missing_is_one_line(
     runs, tmp_path, monkeypatch
 ):
     with pytest.raises(UserError, match=r"logger\.wandb=locked: no such project$"):
         RunFolder(tmp_path / "a", config(wandb="locked"))
-    from jshard.run.loggers.services import check_loggers
-
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'jshard\[mlflow\]'"):
-        check_loggers(config(mlflow="mine"))
+        services.check_loggers(config(mlflow="mine"))
 
 
 @pytest.mark.slow

@@ -58,6 +58,32 @@ def test_an_error_keeps_the_lines_of_all_steps_before_it(tmp_path):
     assert [line["step"] for line in steps(trainer)] == [1, 2, 3, 4, 5]
 
 
+def test_a_run_goes_on_after_a_rejected_step_and_logs_the_rates_that_were_used(
+    tmp_path, capsys
+):
+    schedule = optax.linear_schedule(0.05, 0.0, 8)
+
+    def rows():
+        for i in range(8 * 16):
+            yield {"inputs": ROWS[i % 45] + (np.nan if i // 16 == 2 else 0)}
+
+    trainer = make(
+        tmp_path,
+        train_data=rows,
+        make_optimizer=lambda config: optax.apply_if_finite(optax.sgd(schedule), 2),
+        learning_rate=lambda config: schedule,
+    )
+    lines = steps(trainer.fit())
+    rates = [line["learning_rate"] for line in lines]
+    # The third step's, which it did not use, is the fourth's.
+    assert rates == pytest.approx([float(schedule(i)) for i in (0, 1, 2, *range(2, 7))])
+    assert [line["skipped"] for line in lines] == [step == 3 for step in range(1, 9)]
+    assert [line["loss"] is None for line in lines] == [i == 3 for i in range(1, 9)]
+    said = "step 3: its gradients are not finite (loss nan); the update was skipped\n"
+    assert capsys.readouterr().out.count(said) == 1
+    assert trainer.evaluate()["eval_loss"] < 1
+
+
 @pytest.mark.quick("loss")
 @pytest.mark.parametrize("name", ["step", "time", "loss"])
 def test_a_hook_cannot_return_what_the_line_has_already(name, tmp_path):
@@ -233,5 +259,18 @@ def test_background_work_that_fails_or_hangs_does_not_hold_up_who_waits():
     background = Background(lambda items: answer.wait(10), 0.0, "test")
     background.put(1)
     assert not background.drain(0.05)
+    assert not background.close(0.05)
     answer.set()
-    background.close()
+    assert background.close()
+    assert background.close()
+
+
+def test_background_work_ends_however_soon_it_is_closed():
+    """What is handed over while the thread looks for more is worked on, too."""
+    for rest in (0.0, 0.0, 1e-4) * 100:
+        done: list[int] = []
+        background = Background(done.extend, rest, "test")
+        background.put(1)
+        background.end(lambda done=done: done.append(2))
+        assert background.close(10)
+        assert done == [1, 2]

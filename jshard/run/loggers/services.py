@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 from jshard.config.run_config import Config, flatten
 from jshard.errors import UserError
-from jshard.run.background import Background
+from jshard.run.background import PATIENCE, Background
 from jshard.run.loggers.tensorboard_run import TensorboardRun
 
 _REST = 1.0  # seconds between requests
@@ -97,15 +98,19 @@ class Loggers:
         self._leave_out()
 
     def close(self, *, failed: bool) -> None:
-        """Ends the runs in the services."""
-        for thread in self._threads.values():
-            thread.close()
+        """Ends the runs in the services; waits a minute for all of them together."""
+        until = time.monotonic() + PATIENCE
+        for name, thread in self._threads.items():
+            thread.end(functools.partial(self._loggers[name].close, failed=failed))
+        for name, thread in list(self._threads.items()):
+            if not thread.close(max(until - time.monotonic(), 0.0)):
+                del self._threads[name]
+                warnings.warn(
+                    f"{name} has not answered for {PATIENCE:.0f} s: the run ends "
+                    "without it, and what it was given last may be missing there",
+                    stacklevel=4,
+                )
         self._leave_out()
-        for name in self._threads:
-            try:
-                self._loggers[name].close(failed=failed)
-            except Exception as error:
-                _warn(name, error)
 
     def _leave_out(self) -> None:
         """Warns of loggers that failed, and leaves them out."""

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
+from jshard.optim import counts
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
-from jshard.training.non_finite import check_finite
+from jshard.training.non_finite import check_finite, describe_skipped
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 
@@ -48,6 +49,14 @@ class StepLog(AbstractContextManager):
         self._ahead = 0  # steps under way that were complete when the last was read
         self._times: list[float] = []  # of the steps since the display's last line
         self._newest: dict[str, float] = {}
+        self._ahead_of_steps = 0  # the optimizer's count, see `begin`
+
+    def begin(self, opt_state: Any) -> None:
+        """Reads the optimizer's count before the first step, which may be restored."""
+        if self._recipe.learning_rate is not None:
+            made = jax.jit(counts.of_schedules)(opt_state)
+            if made is not None:
+                self._ahead_of_steps = int(made) - (self._first - 1)
 
     def after_step(
         self, step: int, metrics: Mapping[str, jax.Array], data_wait: float = 0.0
@@ -114,13 +123,17 @@ class StepLog(AbstractContextManager):
             except BaseException:
                 self._under_way.clear()  # steps after one that failed say nothing
                 raise
+            if skipped := describe_skipped(step, values):
+                self._display.say(skipped)
 
     def _read(self, step: int, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step, and returns its metrics and its learning rate."""
         fetched = {name: float(x) for name, x in metrics.items()}
+        # What the optimizer's schedules read; the step tells where it can be skipped.
+        count = int(fetched.pop("optimizer_updates", self._ahead_of_steps + step - 1))
         values = {"loss": fetched.pop("loss"), **fetched}
         if self._recipe.learning_rate is not None:
-            values["learning_rate"] = self._recipe.learning_rate(step - 1)
+            values["learning_rate"] = self._recipe.learning_rate(count)
         return values
 
     def _measure(self, count: int) -> dict[str, float]:
