@@ -210,7 +210,7 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         zeros, as padding: there may be more or less of it.
 
     Raises:
-      UserError: Arrays have no sharding; or a chunk of them in a bucket is damaged.
+      UserError: Arrays have no sharding, or what is stored of them is damaged.
     """
     if bare := [name for name, array in wanted.items() if array.sharding is None]:
         raise UserError(
@@ -223,7 +223,11 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         "cache_pool": "cache_pool#index",
         "context": {"cache_pool#index": {"total_bytes_limit": 100_000_000}},
     }
-    return _load(stored, wanted, 128 << 20)
+    try:
+        return _load(stored, wanted, 128 << 20)
+    except ValueError as error:  # of TensorStore, for metadata that is no array's
+        reason = str(error).splitlines()[0]
+        raise UserError(f"checkpoint {folder} is damaged: {reason}") from error
 
 
 def _load(

@@ -192,3 +192,17 @@ def test_what_is_left_out_is_the_frozen_parameters():
         "arrays": {"params.frozen.w": 2},
         "frozen_from": {"path": "/base", "bit_sums": {"frozen.w": "x 1"}},
     }
+
+
+def test_metadata_that_is_no_arrays_is_one_line(tmp_path):
+    folder = tmp_path / stored_arrays.ARRAYS / "process_0"
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
+    written = {"a": b'{"zarr_format": 3, "shape": [-1]}', "b": b"[[[", "c": b"{}"}
+    opened = tensorstore.KvStore.open(store).result()
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    array = jax.ShapeDtypeStruct((2,), "float32", sharding=one)
+    for name, content in written.items():
+        opened.write(f"{name}/zarr.json", content).result()
+        with pytest.raises(UserError, match=r"^checkpoint \S+ is damaged: ") as error:
+            stored_arrays.load(tmp_path, {name: array})
+        assert "\n" not in str(error.value)
