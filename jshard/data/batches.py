@@ -128,6 +128,7 @@ class TrainingBatches(Iterator[Batch]):
         # Grain's iterators end their threads when they are deleted, and fail to once
         # Python has taken its modules apart.
         self._read = read
+        self._left = options["num_steps"] - options["start_step"]
         weakref.finalize(self, self._read.clear)
         self.first = self._next()
         self._is_first = True
@@ -142,7 +143,15 @@ class TrainingBatches(Iterator[Batch]):
     def _next(self) -> Batch:
         read = self._read[0]
         began = time.perf_counter()
-        rows = next(read)
+        try:
+            rows = next(read)
+        except StopIteration as error:
+            if not self._left:
+                raise
+            # The user's own, as in a generator (PEP 479): data ends after the last step.
+            cause = RuntimeError("StopIteration was raised before the end of the data")
+            raise cause.with_traceback(error.__traceback__) from None
+        self._left -= 1
         waited = time.perf_counter() - began
         return Batch(rows, read.get_state() if self._streams else None, waited)
 

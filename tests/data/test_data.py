@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from typing import Any
 
 import grain
 import hypothesis.strategies as st
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jshard.data.batches import batches, eval_batches
+from jshard.cli.user_code import describe_user_error
+from jshard.data.batches import TrainingBatches, batches, eval_batches
 from jshard.data.position import position_files, read_position
 from jshard.errors import UserError
 from texts import epoch, text, window
@@ -262,3 +265,20 @@ def test_without_weights_sums_over_batches_are_sums_over_the_examples_all_the_sa
 def test_evaluation_refuses(dataset, options, message):
     with pytest.raises(UserError, match=message):
         eval_batches(dataset, batch_size=2, **options)
+
+
+def test_a_stop_iteration_of_an_example_is_an_error_at_its_line_and_no_end():
+    def example(index: int) -> dict[str, Any]:
+        if index == 10:
+            next(iter(()))
+        return {"x": np.float32(index)}
+
+    data = grain.MapDataset.range(40).map(example)
+    read = TrainingBatches(data, None, batch_size=4, start_step=0, num_steps=10)
+    with pytest.raises(RuntimeError, match="before the end of the data") as error:
+        list(read)
+    line, _ = describe_user_error(error.value) or ("", "")
+    assert re.search(r"example\(\) failed at \S+test_data\.py:\d+: RuntimeError", line)
+    data = grain.MapDataset.range(40).map(lambda index: {"x": np.float32(index)})
+    read = TrainingBatches(data, None, batch_size=4, start_step=7, num_steps=10)
+    assert len(list(read)) == 3
