@@ -148,7 +148,7 @@ class TrainingBatches(Iterator[Batch]):
         except StopIteration as error:
             if not self._left:
                 raise
-            # The user's own, as in a generator (PEP 479): data ends after the last step.
+            # It is of the user's code (as in PEP 479): data ends after the last step.
             cause = RuntimeError("StopIteration was raised before the end of the data")
             raise cause.with_traceback(error.__traceback__) from None
         self._left -= 1
