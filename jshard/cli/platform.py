@@ -87,6 +87,8 @@ def limit_collectives(stuck: float | None) -> None:
 def cache_compilations(run: Path | None = None) -> None:
     """Turns on JAX's persistent compilation cache, if its folder can be written.
 
+    The folder must be this user's own, as what is in it runs.
+
     Process 0 alone writes there, so a job of several hosts needs one that all of them
     see: otherwise all but the first compile again at each start.
 
@@ -100,10 +102,12 @@ def cache_compilations(run: Path | None = None) -> None:
         if "://" not in given:  # JAX itself writes to buckets
             folder = folder.expanduser()
             folder.mkdir(parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():
+                raise PermissionError("it belongs to another user, and programs run")
             tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         warnings.warn(
-            f"compiled programs are not cached: cannot write {folder} ({error}); "
+            f"compiled programs are not cached: cannot use {folder} ({error}); "
             "set JAX_COMPILATION_CACHE_DIR to a folder that can be written",
             stacklevel=1,
         )
