@@ -10,8 +10,8 @@ from jax import lax
 
 from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.mesh import manual_axes
+from jshard.fsdp.program.traced import Needs
 from jshard.fsdp.state import ModelArrays
-from jshard.fsdp.traced import Needs
 from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means, seeds

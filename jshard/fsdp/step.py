@@ -30,8 +30,9 @@ from jshard.fsdp.mesh import (
     stages_of,
 )
 from jshard.fsdp.precision import at_least_float32
+from jshard.fsdp.program.refusals import check_means
+from jshard.fsdp.program.traced import differing, once_checked
 from jshard.fsdp.state import ModelArrays, TrainState
-from jshard.fsdp.traced import check_means, differing, once_checked
 from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement

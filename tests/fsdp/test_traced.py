@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.errors import UserError
+from jshard.fsdp.program.refusals import names_in
+from jshard.fsdp.program.traced import differing
 from jshard.fsdp.state import ModelArrays
-from jshard.fsdp.traced import differing, names_in
 from jshard.layout.state_layout import Layout
 
 PAIRS = [[0, 1], [2, 3]]

@@ -22,7 +22,7 @@ from jshard.config.run_config import Config
 from jshard.errors import UserError
 from jshard.fit.hardware import GPU, find_constants
 from jshard.fsdp import mesh as meshes
-from jshard.fsdp.traced import names_in
+from jshard.fsdp.program.refusals import names_in
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (

@@ -1,0 +1,1 @@
+"""What is read of a step's program once it is traced."""
