@@ -1,6 +1,8 @@
 """Finds a module's Variables and the objects reachable from it."""
 
-from collections.abc import Callable, Iterator, Mapping
+import gc
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -59,6 +61,38 @@ def reachable(start: Any, stop: Callable[[Any], bool] = lambda x: False) -> list
     return list(seen.values())
 
 
+def opened(x: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | None:
+    """Returns the children of a pytree, and what makes one of others; None: a leaf."""
+    if type(x) is dict:  # JAX would sort it
+        names = list(x)
+        return [*x.values()], lambda values: dict(zip(names, values, strict=True))
+    if isinstance(x, Iterator):  # JAX would warn
+        return None
+    children, node = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+    is_leaf = len(children) == 1 and children[0] is x
+    return None if is_leaf else (children, node.unflatten)
+
+
+def tracers_behind(x: Any) -> Iterator[jax.core.Tracer]:
+    """Yields the traced arrays that an object holds where JAX does not look.
+
+    These are in attributes of any object, in closures and in frames of generators.
+    """
+    seen: dict[int, Any] = {}
+    left = [x]
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (type, types.ModuleType, types.CodeType)):
+            continue
+        seen[id(x)] = x
+        if isinstance(x, jax.core.Tracer):
+            yield x
+        elif isinstance(x, types.FunctionType):  # not its globals
+            left += [x.__closure__, x.__defaults__, x.__kwdefaults__, vars(x)]
+        else:
+            left += filter(gc.is_tracked, gc.get_referents(x))
+
+
 def of_class(module: nnx.Module, cls: type) -> Any:
     """Returns a module of another class that has the attributes of ``module``."""
     made = object.__new__(cls)
@@ -85,7 +119,8 @@ def replace(model: nnx.Module, others: Mapping[int, Any]) -> None:
 def _children(x: Any) -> list[Any]:
     if isinstance(x, nnx.Pytree):
         return [child for _, child in sorted(vars(x).items())]
-    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
+    parts = opened(x)
+    return [] if parts is None else parts[0]
 
 
 def own_dtypes(state: TrainState, policy: Policy) -> dict[tuple, Any]:

@@ -37,7 +37,14 @@ from jshard.layout.variables import (
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
 from jshard.unit import calls
-from jshard.unit.shards import as_full, is_shard, shard_of
+from jshard.unit.shards import (
+    as_full,
+    combine,
+    is_shard,
+    objects_in,
+    partition,
+    shard_of,
+)
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
 
@@ -223,7 +230,7 @@ def open_unit(
     graphdef, own, others = nnx.split(unit, is_own, ...)
     owned, tree = jax.tree.flatten(own, is_leaf=is_variable)
     shards = [shard for variable in owned if (shard := shard_of(variable))]
-    rest, static = calls.partition(others)
+    rest, static = partition(others)
 
     def module(weights: list, rest: list | None = None) -> nnx.Module:
         weights = [
@@ -233,7 +240,7 @@ def open_unit(
             for w, s in zip(weights, shards, strict=True)
         ]
         whole = map(as_full, owned, weights)
-        inner = others if rest is None else calls.combine(rest, static)
+        inner = others if rest is None else combine(rest, static)
         plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)
         if is_unit(plain):  # the root is not
             make_plain(plain)
@@ -258,24 +265,28 @@ def call_unit(
             if is_cheaper(shard, place_of, ids):
                 read = lambda table, ids: method(module([table], rest), ids)
                 return look_up(read, shard, place_of, ids)
-    inputs, arguments = calls.partition((args, kwargs))
-    passed = calls.variables_in((args, kwargs))
+    inputs, arguments = partition((args, kwargs))
+    originals = calls.originals(unit, (args, kwargs))
 
     def call(weights, rest, inputs, _):
-        args, kwargs = calls.combine(inputs, arguments)
-        result, changes, changed = calls.call_method(
-            method, module(weights, rest), args, kwargs
+        result, changes, changed, copies = calls.call_method(
+            method, module(weights, rest), (), inputs, arguments
         )
-        results, of_results = calls.partition((result, changed))
-        arrays, static = calls.partition(changes)
+        known = {i: key for i, key in copies.items() if key in originals}
+        results, of_results = partition((result, changed), known)
+        is_new = lambda key: is_variable(originals[key])  # has its new value
+        arrays, static = partition(
+            changes, {i: key for i, key in known.items() if not is_new(key)}
+        )
         return results, arrays, (of_results, static)
 
     of_unit = in_float8(call, shards, places, stacked=False)
     results, arrays, (of_results, static) = run_unit(*of_unit, rest, inputs, policy)
-    result, changed = calls.combine(results, of_results)
-    calls.apply_changes(unit, calls.combine(arrays, static), layers=False)
-    for i, value in changed.items():
-        passed[i].set_value(value)
+    result, changed = combine(results, of_results, originals)
+    changes = combine(arrays, static, originals)
+    calls.apply_changes(unit, changes, layers=False)
+    for key, content in changed.items():
+        calls.set_content(originals[key], content)
     return result
 
 
@@ -293,27 +304,32 @@ def prepare_layers(
     Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
-    extra, arguments = calls.partition(others)
+    extra, arguments = partition(others)
     carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
         plain = module(weights, rest)
-        args, kwargs = calls.combine(extra, arguments)
-        result, changes, changed = calls.call_method(
-            type(plain).__call__, plain, (carry, *args), kwargs
+        method = type(plain).__call__
+        result, changes, changed, _ = calls.call_method(
+            method, plain, (carry,), extra, arguments
         )
-        if changed:
+        for i in changed:
+            args, kwargs = others
+            changes_it = calls.argument_name(
+                method, (x, *args), kwargs, objects_in(others)[i]
+            )
             raise UserError(
-                "a stacked layer changes a Variable that is passed to it (nnx.Rngs, "
-                "say); give each layer its own, as a part of the layer"
+                f"{type(plain).__name__}, a stacked layer, changes {changes_it}, which "
+                "all layers share; return what is new, or keep it in the layer (each "
+                "layer its own nnx.Rngs, say)"
             )
         after, aux, has_aux = split_aux(result, carry)
-        arrays, static = calls.partition(changes)
+        arrays, static = partition(changes)
         return (after, aux), arrays, (static, Static(has_aux))
 
     def finish(carry, ys, weights=()):
         aux, arrays, (static, has_aux) = ys
-        calls.apply_changes(stack, calls.combine(arrays, static), layers=True)
+        calls.apply_changes(stack, combine(arrays, static), layers=True)
         return (carry, aux) if has_aux.value else carry, weights
 
     policy = stack.unit_policy
