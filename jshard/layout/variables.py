@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import own_dtype
@@ -23,7 +24,7 @@ def variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
     return ((path, v) for path, v in nnx.iter_graph(module) if is_variable(v))
 
 
-def set_attribute(module: nnx.Module, name: str, value: Any) -> None:
+def set_attribute(module: nnx.Pytree, name: str, value: Any) -> None:
     """Sets an attribute, and tells Flax if it holds arrays.
 
     Flax takes traced arrays, lists and dicts for constants unless it is told.
@@ -73,7 +74,7 @@ def opened(x: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | None:
     return None if is_leaf else (children, node.unflatten)
 
 
-def tracers_behind(x: Any) -> Iterator[jax.core.Tracer]:
+def tracers_behind(x: Any) -> Iterator[Tracer]:
     """Yields the traced arrays that an object holds where JAX does not look.
 
     These are in attributes of any object, in closures and in frames of generators.
@@ -85,7 +86,7 @@ def tracers_behind(x: Any) -> Iterator[jax.core.Tracer]:
         if id(x) in seen or isinstance(x, (type, types.ModuleType, types.CodeType)):
             continue
         seen[id(x)] = x
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             yield x
         elif isinstance(x, types.FunctionType):  # not its globals
             left += [x.__closure__, x.__defaults__, x.__kwdefaults__, vars(x)]

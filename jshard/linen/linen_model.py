@@ -157,7 +157,7 @@ class Model(nnx.Module):
             tree = {"params": _read_tree(self.params, read)}
 
             @functools.wraps(type(self.module).__call__)
-            def apply(_: Model, *args: Any, **kwargs: Any) -> Any:
+            def apply(_: Any, *args: Any, **kwargs: Any) -> Any:
                 return self.module.apply(tree, *args, **kwargs)
 
             with linen.intercept_methods(_runner(self.unit_types, units, capture)):
@@ -183,8 +183,8 @@ class Model(nnx.Module):
             if used[i] and not stacked[i] and shard is not None:
                 outside[i] = shard.whole()
         leaves = core.jaxpr_as_fun(traced)(*outside)
-        results = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-        result, changed = combine(*results, originals)
+        arrays, rest = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        result, changed = combine(arrays, rest, originals)
         for key, content in changed.items():
             set_content(originals[key], content)
         return result

@@ -1,8 +1,8 @@
 """Calls a module's method as a function: what it changes leaves as a result.
 
-The call is passed copies, in which what the caller has twice is one object, too. What it
-changes in a copy is changed in the original, and where it returns a copy, or a part of
-its module, the caller gets the original.
+The call is passed copies, in which what the caller has twice is one object, too. What
+it changes in a copy is changed in the original, and where it returns a copy, or a part
+of its module, the caller gets the original.
 """
 
 import gc
@@ -27,7 +27,7 @@ from jshard.layout.variables import (
     set_attribute,
     tracers_behind,
 )
-from jshard.unit.shards import combine_all, is_shard, objects_in
+from jshard.unit.shards import combine_all, is_shard
 
 # (path of a module, name of an attribute) -> its new value
 Changes = dict[tuple[tuple[str, ...], str], Any]
@@ -52,7 +52,8 @@ def call_method(
 ) -> tuple[Any, Changes, dict[int, Any], dict[int, Key]]:
     """Calls ``method(module, *first, *args, **kwargs)`` and collects what it changed.
 
-    ``inputs`` and ``arguments`` are ``partition((args, kwargs))``.
+    ``inputs`` and ``arguments`` are ``partition((args, kwargs))``, maybe with paths in
+    place of parts of the module.
 
     Returns:
       The result; the attributes of the module and its submodules that were set, created
@@ -63,16 +64,19 @@ def call_method(
       UserError: the call returns, or changes, what JAX cannot return from a traced
         function.
     """
-    passed = combine_all(inputs, arguments)
+    own_containers(module)
+    parts = parts_of(module)
+    passed = combine_all(inputs, arguments, parts)
     args, kwargs = passed[-1]
     copies = {id(x): (x, x) for x in passed if isinstance(x, (list, dict))}
-    for own in [module, *passed]:
-        if isinstance(own, nnx.Pytree) and not is_variable(own):
-            own_containers(own, copies)
+    for x in passed:
+        if isinstance(x, nnx.Pytree) and not is_variable(x):
+            own_containers(x, copies)
     before = {path: (m, _contents(m)) for path, m in _modules(module)}
     passed_before = [_content(x) for x in passed]
-    keys: dict[int, Key] = {id(x): path for path, x in parts_of(module).items()}
-    keys |= {id(x): i for i, x in enumerate(passed) if passed_before[i] is not None}
+    keys: dict[int, Key]
+    keys = {id(x): i for i, x in enumerate(passed) if passed_before[i] is not None}
+    keys |= {id(x): path for path, x in parts.items()}
     opaque = [((), x) for x in _objects(passed[-1])]
     for path, (own, attributes) in before.items():
         for attribute in attributes:
@@ -123,7 +127,7 @@ def call_method(
                 raise UserError(
                     f"{name_of(method, module)} changes {argument(x)}, a "
                     f"{type(x).__name__}; a jshard unit gives back what is changed in "
-                    "lists, dicts, modules and Variables, so return the new one"
+                    "lists, dicts and attributes, so return the new one"
                 )
     return result, changes, changed, keys
 
@@ -142,18 +146,14 @@ def _attribute(path: tuple[str, ...]) -> str:
     return f"its attribute {'.'.join(path)!r}"
 
 
-def originals(unit: nnx.Module, passed: Any) -> dict[Key, Any]:
-    """Returns what outlives a call of a unit, by the keys of ``call_method``."""
-    return {**dict(enumerate(objects_in(passed))), **parts_of(unit)}
-
-
-def parts_of(unit: nnx.Module) -> dict[tuple[str, ...], Any]:
-    """Returns a unit's modules, and its Variables but for parameters, by path."""
-    parts: dict[tuple[str, ...], Any] = {}
+def parts_of(unit: nnx.Module) -> dict[Key, Any]:
+    """Returns a unit's modules, and what these hold but for parameters, by path."""
+    parts: dict[Key, Any] = {}
     for path, own in _modules(unit):
         parts[path] = own
         for name, value in vars(own).items():
-            if is_variable(value) and not is_shard(value):
+            held = is_variable(value) and not is_shard(value)
+            if held or isinstance(value, (list, dict)):
                 parts[*path, name] = value
     return parts
 
@@ -175,7 +175,7 @@ def name_of(method: Callable, module: nnx.Module) -> str:
 
 
 def own_containers(
-    module: nnx.Module, copies: dict[int, tuple[Any, Any]] | None = None
+    module: nnx.Pytree, copies: dict[int, tuple[Any, Any]] | None = None
 ) -> None:
     """Copies the lists, dicts and sets that a merged module shares with its structure.
 
@@ -218,6 +218,9 @@ def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None
             delattr(owner, name)
         elif is_variable(old) and is_variable(value):
             old.set_raw_value(value.get_raw_value())
+        elif type(old) is type(value) and isinstance(old, (list, dict)):
+            set_content(old, value)  # another module may hold it, too
+            set_attribute(owner, name, old)
         else:
             if is_variable(value) and layers:
                 mark_layers(value, outer=[(*path, name)])
@@ -237,21 +240,23 @@ def set_content(original: Any, content: Any) -> None:
         for name, value in content.items():
             if value is _ABSENT:
                 delattr(original, name)
-            else:
+            elif isinstance(original, nnx.Pytree):
                 set_attribute(original, name, value)
+            else:
+                setattr(original, name, value)
 
 
 def _new_content(x: Any, names: list[Any]) -> Any:
-    """Returns what ``set_content`` takes, or None for an object of another kind."""
+    """Returns what ``set_content`` takes, or None for what it does not change."""
     if isinstance(x, list):
         return list(x)
     if isinstance(x, dict):
         return dict(x)
     if is_variable(x):
         return x.get_raw_value()
-    if isinstance(x, nnx.Pytree):
-        return {name: vars(x).get(name, _ABSENT) for name in names}
-    return None
+    attributes = [name for name in names if isinstance(name, str)]
+    own = {name: vars(x).get(name, _ABSENT) for name in attributes}
+    return own or None
 
 
 def _content(x: Any) -> dict[Any, list[Any]] | None:
@@ -267,8 +272,10 @@ def _content(x: Any) -> dict[Any, list[Any]] | None:
     if x is None or isinstance(x, tuple) or (parts := opened(x)) is None:
         return None
     (children, _), (again, _) = parts, opened(x) or parts
-    # Some classes make other objects each time.
-    return dict(enumerate(zip(children))) if _same(children, again) else None
+    if not _same(children, again):  # made anew each time
+        children = []
+    own = {name: [value] for name, value in getattr(x, "__dict__", {}).items()}
+    return {**own, **{i: [child] for i, child in enumerate(children)}}
 
 
 def _changed(old: Mapping[Any, list[Any]], new: Mapping[Any, list[Any]]) -> list[Any]:
@@ -289,7 +296,7 @@ def _modules(
             yield from _modules(value, (*path, name), seen)
 
 
-def _contents(module: nnx.Module) -> dict[str, list[Any]]:
+def _contents(module: nnx.Pytree) -> dict[str, list[Any]]:
     """Returns what tells whether an attribute has changed."""
     return {
         name: _parts(value)

@@ -265,8 +265,10 @@ def call_unit(
             if is_cheaper(shard, place_of, ids):
                 read = lambda table, ids: method(module([table], rest), ids)
                 return look_up(read, shard, place_of, ids)
-    inputs, arguments = partition((args, kwargs))
-    originals = calls.originals(unit, (args, kwargs))
+    parts = calls.parts_of(unit)
+    paths = {id(part): path for path, part in parts.items()}
+    inputs, arguments = partition((args, kwargs), paths)
+    originals = {**parts, **dict(enumerate(objects_in((args, kwargs), paths)))}
 
     def call(weights, rest, inputs, _):
         result, changes, changed, copies = calls.call_method(
@@ -274,10 +276,12 @@ def call_unit(
         )
         known = {i: key for i, key in copies.items() if key in originals}
         results, of_results = partition((result, changed), known)
-        is_new = lambda key: is_variable(originals[key])  # has its new value
-        arrays, static = partition(
-            changes, {i: key for i, key in known.items() if not is_new(key)}
-        )
+        modules = {
+            i: key
+            for i, key in known.items()
+            if isinstance(key, int) or isinstance(parts[key], nnx.Module)
+        }
+        arrays, static = partition(changes, modules)  # other parts are new
         return results, arrays, (of_results, static)
 
     of_unit = in_float8(call, shards, places, stacked=False)

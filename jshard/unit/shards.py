@@ -184,9 +184,11 @@ def combine_all(
     return made
 
 
-def objects_in(tree: Any) -> list[Any]:
+def objects_in(
+    tree: Any, keys: Mapping[int, Any] = types.MappingProxyType({})
+) -> list[Any]:
     """Returns all objects in a tree, each once, in the order of ``combine_all``."""
-    return _nodes(tree, {})[1]
+    return _nodes(tree, keys)[1]
 
 
 def _nodes(tree: Any, keys: Mapping[int, Any]) -> tuple[list[tuple], list[Any]]:

@@ -4,6 +4,7 @@
 # pyright: reportIncompatibleMethodOverride=false
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +31,20 @@ class Count(nnx.Variable):
     """How often something was called."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Context:
+    total: Any
+    calls: int = dataclasses.field(default=0, metadata={"static": True})
+
+
 class Writes(Dense):
     """Writes into all that it is passed."""
 
     def __call__(self, x, aux, again, *hidden, cache, count, same):
         y = jnp.tanh(super().__call__(x))
+        again["context"].total += jnp.sum(y**4, -1)
+        again["context"].calls += 1
         aux["penalty"] += jnp.mean(y**2, -1)
         again["penalty"] *= 2.0  # the same dict
         aux["deep"][0].append(y)
@@ -58,18 +68,23 @@ class Writing(nnx.Module):
     def __call__(self, x):
         totals = []
         self.hidden.clear()
+        context = Context(jnp.zeros(len(x)))
         for layer in (self.first, self.second):
             aux = {"penalty": jnp.zeros(len(x)), "deep": ([],), "old": 1}
+            aux["context"] = context
             kept = aux["deep"][0]
             x, returned, count = layer(
                 x, aux, aux, self.hidden, cache=self.seen, count=self.count, same=x
             )
-            assert returned is aux and count is self.count and "old" not in aux
+            assert returned is aux
+            assert count is self.count
+            assert "old" not in aux
             returned["penalty"] += 1.0
-            assert kept is self.seen["first"] or len(kept) == 1
+            assert kept is self.seen["first"]
             totals += [aux["penalty"], jnp.sum(kept[0], -1), self.seen["seen"]]
         weights = zip((0.1, 0.2), self.hidden, strict=True)
         totals += [w * jnp.sum(y**3, -1) for w, y in weights]
+        totals.append(context.total * context.calls)
         return sum(totals) + self.count.get_value() + jnp.sum(self.first.last, -1)
 
 
@@ -160,7 +175,8 @@ class Sharing(nnx.Module):
         y = self.shares.get()(self.shares(x)) + self.shares.get(0)(x)
         (first, second), count = self.shares.both().values()
         first.mean += 1.0
-        assert first is self.shares.part and second is self.shares.parts[0]
+        assert first is self.shares.part
+        assert second is self.shares.parts[0]
         assert count is first.count
         count.set_value(count.get_value() + self.shares.parts[0].count.get_value())
         y = first(y) * count.get_value() + second.mean + self.shares.part.mean
@@ -179,23 +195,11 @@ def test_a_part_that_a_unit_returns_is_that_part(units):
 class Result:
     """What a model of another package returns: no pytree."""
 
-    def __init__(self, y):
+    def __init__(self, y: Any):
         self.y = y
 
 
-@jax.tree_util.register_pytree_node_class
-class Context:
-    """A pytree that can be changed."""
-
-    def __init__(self, y):
-        self.y = y
-
-    def tree_flatten(self):
-        return (self.y,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
+LEFT: list[Any] = []
 
 
 class Foreign(Dense):
@@ -205,7 +209,7 @@ class Foreign(Dense):
         super().__init__(rngs)
         self.log, self.record = Result(None), None
 
-    def __call__(self, x, cache=None):
+    def __call__(self, x, cache: Any = None):
         cache["y"] = x
         return super().__call__(x)
 
@@ -235,6 +239,10 @@ class Foreign(Dense):
     def passes(self, result, add, query, key):
         self(add(query) * result.y, {})
         return result, add, {"type": Result, "same": query is key, "n": None}
+
+    def leaves(self, x):
+        LEFT.append(self(x, {}))
+        return x
 
     def appends(self, x, seen):
         seen["all"].append(lambda: x)
@@ -269,8 +277,12 @@ def held():
             "puts arrays into its argument 'context', a Result, which is no pytree",
         ),
         (
-            lambda m, x: m.layer.writes(x, context=Context(x)),
-            "Foreign.writes changes its argument 'context', a Context; a jshard unit",
+            lambda m, x: m.layer(x, nnx.State({})),
+            "Foreign changes its argument 'cache', a State; a jshard unit gives back",
+        ),
+        (
+            lambda m, x: m.layer.leaves(x) + LEFT.pop(),
+            "a layer in units=, or a function that JAX traced, put into a global",
         ),
         (
             lambda m, x: m.layer.appends(x, {"all": []}),
@@ -286,8 +298,8 @@ def test_what_cannot_leave_a_unit_is_refused_by_its_name(held, call, message):
     fsdp, state = held
 
     def loss(model, x):
-        call(model, x)
-        return jshard.Mean(jnp.sum(x), len(x))
+        y = call(model, x)
+        return jshard.Mean(jnp.sum(y), len(x))
 
     with pytest.raises(jshard.UserError, match=message):
         fsdp.eval_step(loss)(state, fsdp.shard_batch(np.asarray(example())))
@@ -300,7 +312,8 @@ def test_objects_that_hold_nothing_new_pass(held):
     def loss(model, x):
         shift = jnp.sum(x)
         result, add, rest = model.layer.passes(outside, lambda y: y + shift, x, x)
-        assert result is outside and rest == {"type": Result, "same": True, "n": None}
+        assert result is outside
+        assert rest == {"type": Result, "same": True, "n": None}
         return jshard.Mean(jnp.sum(add(x)), len(x))
 
     fsdp.eval_step(loss)(state, fsdp.shard_batch(np.asarray(example())))

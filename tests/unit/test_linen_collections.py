@@ -1,5 +1,8 @@
 """What a call of a Linen unit leaves: what it sows, other collections, arguments."""
 
+# Layers take and return what they like.
+# pyright: reportIncompatibleMethodOverride=false
+
 from typing import Any
 
 import jax
