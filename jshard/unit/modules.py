@@ -267,6 +267,7 @@ def call_unit(
                 return look_up(read, shard, place_of, ids)
     parts = calls.parts_of(unit)
     paths = {id(part): path for path, part in parts.items()}
+    modules = {path for path, part in parts.items() if isinstance(part, nnx.Module)}
     inputs, arguments = partition((args, kwargs), paths)
     originals = {**parts, **dict(enumerate(objects_in((args, kwargs), paths)))}
 
@@ -276,12 +277,9 @@ def call_unit(
         )
         known = {i: key for i, key in copies.items() if key in originals}
         results, of_results = partition((result, changed), known)
-        modules = {
-            i: key
-            for i, key in known.items()
-            if isinstance(key, int) or isinstance(parts[key], nnx.Module)
-        }
-        arrays, static = partition(changes, modules)  # other parts are new
+        is_whole = lambda key: isinstance(key, int) or key in modules
+        whole = {i: key for i, key in known.items() if is_whole(key)}
+        arrays, static = partition(changes, whole)  # other parts are new
         return results, arrays, (of_results, static)
 
     of_unit = in_float8(call, shards, places, stacked=False)
@@ -317,15 +315,13 @@ def prepare_layers(
         result, changes, changed, _ = calls.call_method(
             method, plain, (carry,), extra, arguments
         )
-        for i in changed:
-            args, kwargs = others
-            changes_it = calls.argument_name(
-                method, (x, *args), kwargs, objects_in(others)[i]
-            )
+        if changed:
+            given = method, (x, *others[0]), others[1]
+            what = calls.argument_name(*given, objects_in(others)[min(changed)])
             raise UserError(
-                f"{type(plain).__name__}, a stacked layer, changes {changes_it}, which "
-                "all layers share; return what is new, or keep it in the layer (each "
-                "layer its own nnx.Rngs, say)"
+                f"{type(plain).__name__}, a stacked layer, changes {what}, which all "
+                "layers share; return what is new, or keep it in the layer (each layer "
+                "its own nnx.Rngs, say)"
             )
         after, aux, has_aux = split_aux(result, carry)
         arrays, static = partition(changes)

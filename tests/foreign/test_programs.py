@@ -42,6 +42,7 @@ def cases() -> Iterator[tuple[str, int, bool]]:
 pytestmark = [
     pytest.mark.usefixtures("x64_of_all_threads"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+    pytest.mark.filterwarnings("ignore:loss_fn changes parameter"),
     pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit"),
 ]
