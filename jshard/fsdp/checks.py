@@ -102,10 +102,12 @@ def check_trained(params: nnx.State) -> None:
         )
     for path, variable in nnx.to_flat_state(params):
         name = ".".join(map(str, path))
-        if not isinstance(variable, nnx.Variable) or isinstance(variable, _STATE):
+        if isinstance(variable, _STATE) or not isinstance(variable, nnx.Variable):
+            is_array = isinstance(variable, (jax.Array, np.ndarray))
+            kind = "plain array" if is_array else type(variable).__name__
             raise UserError(
-                f"wrt selects {name!r}, a {type(variable).__name__}; it must select "
-                "nnx.Param variables, or types of your own that hold weights"
+                f"wrt selects {name!r}, a {kind}; it must select nnx.Param variables, "
+                "or types of your own that hold weights"
             )
         for value in jax.tree.leaves(variable):
             if not is_float(value):

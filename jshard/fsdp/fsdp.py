@@ -187,7 +187,6 @@ class FSDP:
 
     def _abstract(self, create: Callable[[Any], TrainState], inputs: Any) -> TrainState:
         shapes = jax.eval_shape(create, inputs)
-        check_trained(shapes.params)
         model = nnx.merge(shapes.graphdef, *shapes.model_arrays, copy=True)
         make_units(model, self.units)
         check_model(model, self.policy, self.mesh)
@@ -210,6 +209,7 @@ class FSDP:
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
             layers = layer_paths(model, self.units)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
+            check_trained(arrays[0])
             first = jnp.zeros((), jnp.int32)
             state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
             state = in_four_bits(state, self.policy, self.mesh, layers)

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jshard.collectives.gather import all_gather
 from jshard.compat import jaxprs
+from jshard.compat.flax_modules import Derived, derived
 from jshard.errors import UserError
 from jshard.float8.products import fits, take_float8
 from jshard.fsdp.mesh import AXES, manual_axes, names_of
@@ -77,7 +78,7 @@ def _parallel_class(cls: type) -> type:
             functools.partial(cls.__call__, self), x, *args, **kwargs
         )
 
-    return type(cls.__name__, (cls,), {"__call__": call})
+    return derived(cls.__name__, (Derived, cls), {"__call__": call})
 
 
 def layer_paths(model: nnx.Module, units: tuple[type, ...] = ()) -> list[tuple]:

@@ -10,7 +10,6 @@ single layer whose variables have a leading layer dimension.
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.collectives.embedding import is_cheaper, look_up
-from jshard.compat.flax_modules import is_pytree
+from jshard.compat.flax_modules import Derived, derived
 from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
 from jshard.float8.products import Float8
@@ -52,7 +51,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 # With pytree=False, Flax does not touch the module that an instance becomes.
-class Unit(nnx.Module, pytree=False):
+class Unit(Derived, pytree=False):
     """A submodule that gathers its parameters when called and drops them afterwards.
 
     ``Unit(module)`` keeps the attributes, methods, type and parameter paths of
@@ -79,7 +78,7 @@ class Unit(nnx.Module, pytree=False):
         mark_table(self)
 
 
-class Stack(nnx.Module, pytree=False):
+class Stack(Derived, pytree=False):
     """Equal layers with stacked parameters, applied by a scan, gathered one by one.
 
     ``stack(x, *args, **kwargs)`` calls each layer with these arguments, ``x`` being
@@ -166,19 +165,13 @@ def unit_class(cls: type) -> type:
         if name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
         if not isinstance(member, (staticmethod, type))
     }
-    return _subclass(cls.__name__, Unit, cls, methods)
+    return derived(cls.__name__, (Unit, cls), methods | {"plain_class": cls})
 
 
 @functools.cache
 def _stack_class(cls: type) -> type:
-    return _subclass(f"{cls.__name__}Stack", Stack, cls, {"__call__": Stack.__call__})
-
-
-def _subclass(name: str, base: type, cls: type, methods: dict[str, Any]) -> type:
-    """Returns a subclass of ``base`` and ``cls``, a pytree only if ``cls`` is one."""
-    # A module that is not a pytree does not record which attributes hold arrays.
-    options, members = {"pytree": is_pytree(cls)}, methods | {"plain_class": cls}
-    return types.new_class(name, (base, cls), options, lambda ns: ns.update(members))
+    members = {"__call__": Stack.__call__, "plain_class": cls}
+    return derived(f"{cls.__name__}Stack", (Stack, cls), members)
 
 
 def _gathering(method: Callable) -> Callable:

@@ -15,7 +15,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
     "commands": 1211,
-    "surface": 632,
+    "surface": 677,
     "plan": 5292,
     "training": 14000,
     "checkpoint": 6261,
@@ -24,15 +24,15 @@ MOST_LINES = {
     "fsdp": 2080,
     "nn": 1890,
     "optim": 1067,
-    "unit": 3190,
+    "unit": 3530,
     "cpu": 423,
     "collectives": 706,
-    "layout": 2325,
+    "layout": 2360,
     "distributed": 1632,
     "cli": 721,
-    "compat": 921,
+    "compat": 965,
     "parallel": 556,
-    "ground": 1490,
+    "ground": 1498,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10
