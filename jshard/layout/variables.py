@@ -83,14 +83,12 @@ def tracers_behind(x: Any) -> Iterator[Tracer]:
     left = [x]
     while left:
         x = left.pop()
-        if id(x) in seen or isinstance(x, (type, types.ModuleType, types.CodeType)):
+        if id(x) in seen or isinstance(x, (type, types.ModuleType)):
             continue
         seen[id(x)] = x
         if isinstance(x, Tracer):
             yield x
-        elif isinstance(x, types.FunctionType):  # not its globals
-            left += [x.__closure__, x.__defaults__, x.__kwdefaults__, vars(x)]
-        else:
+        elif not (isinstance(x, dict) and "__builtins__" in x):  # a function's globals
             left += filter(gc.is_tracked, gc.get_referents(x))
 
 

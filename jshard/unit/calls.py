@@ -68,7 +68,8 @@ def call_method(
     parts = parts_of(module)
     passed = combine_all(inputs, arguments, parts)
     args, kwargs = passed[-1]
-    copies = {id(x): (x, x) for x in passed if isinstance(x, (list, dict))}
+    lists = [x for x in (*parts.values(), *passed) if isinstance(x, (list, dict))]
+    copies = {id(x): (x, x) for x in lists}
     for x in passed:
         if isinstance(x, nnx.Pytree) and not is_variable(x):
             own_containers(x, copies)
@@ -77,12 +78,7 @@ def call_method(
     keys: dict[int, Key]
     keys = {id(x): i for i, x in enumerate(passed) if passed_before[i] is not None}
     keys |= {id(x): path for path, x in parts.items()}
-    opaque = [((), x) for x in _objects(passed[-1])]
-    for path, (own, attributes) in before.items():
-        for attribute in attributes:
-            value = vars(own)[attribute]
-            if not isinstance(value, nnx.Pytree):  # others have a path of their own
-                opaque += [((*path, attribute), x) for x in _objects(value)]
+    opaque = _opaque(before, passed[-1])
     known = {id(array) for _, x in opaque for array in tracers_behind(x)}
 
     def argument(x: Any) -> str:
@@ -103,21 +99,9 @@ def call_method(
     for path, x in opaque:
         check(x, f"puts arrays into {_attribute(path) if path else argument(x)},")
     check(result, "returns")
-    changes: Changes = {}
-    for path, (own, old) in before.items():
-        for attribute in _changed(old, _contents(own)):
-            value = vars(own).get(attribute, _ABSENT)
-            if is_variable(value) and isinstance(value.get_raw_value(), Float8):
-                continue  # a transform of Flax sets all that it was given
-            for x in reachable(value):
-                if isinstance(x, nnx.Module) and not is_pytree(type(x)):
-                    raise UserError(
-                        f"{type(own).__name__}.{attribute} is set, within a jshard "
-                        f"unit, to a {type(x).__name__}, which is no pytree, so its "
-                        "arrays cannot leave the unit; make it where the model is made"
-                    )
-            check(value, f"puts into {_attribute((*path, attribute))}")
-            changes[path, attribute] = value
+    changes = _changes(before)
+    for (path, name), value in changes.items():
+        check(value, f"puts into {_attribute((*path, name))}")
     changed: dict[int, Any] = {}
     for i, (x, old) in enumerate(zip(passed, passed_before, strict=True)):
         if names := _changed(old or {}, _content(x) or {}):
@@ -130,6 +114,41 @@ def call_method(
                     "lists, dicts and attributes, so return the new one"
                 )
     return result, changes, changed, keys
+
+
+def _changes(before: dict[tuple[str, ...], tuple[nnx.Module, dict]]) -> Changes:
+    """Returns what has changed in a call since ``before``: modules and contents."""
+    changes: Changes = {}
+    for path, (own, old) in before.items():
+        for name in _changed(old, _contents(own)):
+            value = vars(own).get(name, _ABSENT)
+            if is_variable(value) and isinstance(value.get_raw_value(), Float8):
+                continue  # a transform of Flax sets all that it was given
+            for x in reachable(value):
+                if isinstance(x, nnx.Module) and not is_pytree(type(x)):
+                    raise UserError(
+                        f"{type(own).__name__}.{name} is set, within a jshard unit, to "
+                        f"a {type(x).__name__}, which is no pytree, so its arrays "
+                        "cannot leave the unit; make it where the model is made"
+                    )
+            changes[path, name] = value
+    return changes
+
+
+def _opaque(
+    modules: dict[tuple[str, ...], tuple[nnx.Module, dict]], arguments: Any
+) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns what arguments and modules hold that is no pytree, with its path.
+
+    The path of what is in the arguments is empty.
+    """
+    found: list[Any] = [((), x) for x in _objects(arguments)]
+    for path, (own, attributes) in modules.items():
+        for name in attributes:
+            value = vars(own)[name]
+            if not isinstance(value, nnx.Pytree):  # others have a path of their own
+                found += [((*path, name), x) for x in _objects(value)]
+    return found
 
 
 def _objects(value: Any) -> list[Any]:
@@ -183,24 +202,24 @@ def own_containers(
     two modules hold is one copy: ``copies`` has (original, copy) by the ``id`` of both.
     """
     copies = {} if copies is None else copies
-
-    def copy(x: Any) -> Any:
-        if id(x) in copies:
-            return copies[id(x)][1]
-        if isinstance(x, set):
-            new = set(x)
-        elif not isinstance(x, (list, dict, tuple)) or (parts := opened(x)) is None:
-            return x
-        else:
-            children, build = parts
-            new = build([copy(child) for child in children])
-        copies[id(x)] = copies[id(new)] = x, new
-        return new
-
     for _, own in _modules(module):
         for name, value in vars(own).items():
             if isinstance(value, (list, dict, set)):
-                vars(own)[name] = copy(value)
+                vars(own)[name] = _copy(value, copies)
+
+
+def _copy(x: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+    if id(x) in copies:
+        return copies[id(x)][1]
+    if isinstance(x, set):
+        new = set(x)
+    elif not isinstance(x, (list, dict, tuple)) or (parts := opened(x)) is None:
+        return x
+    else:
+        children, build = parts
+        new = build([_copy(child, copies) for child in children])
+    copies[id(x)] = copies[id(new)] = x, new
+    return new
 
 
 def apply_changes(module: nnx.Module, changes: Changes, *, layers: bool) -> None:

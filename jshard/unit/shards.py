@@ -150,9 +150,8 @@ def partition(
     nodes, objects = _nodes(tree, keys)
     pairs = zip(nodes, objects, strict=True)
     arrays = [x for (kind, _), x in pairs if kind == "array"]
-    return [jnp.asarray(s.array if (s := shard_of(x)) else x) for x in arrays], Static(
-        nodes
-    )
+    arrays = [jnp.asarray(s.array if (s := shard_of(x)) else x) for x in arrays]
+    return arrays, Static(nodes)
 
 
 def combine(
@@ -193,28 +192,26 @@ def objects_in(
 
 def _nodes(tree: Any, keys: Mapping[int, Any]) -> tuple[list[tuple], list[Any]]:
     """Returns what makes each object in a tree, children first, and the objects."""
-    nodes: list[tuple] = []
-    objects: list[Any] = []
-    places: dict[int, int] = {}
+    found: dict[int, tuple] = {}
+    _visit(tree, keys, found)
+    return [node for _, node, _ in found.values()], [x for *_, x in found.values()]
 
-    def visit(x: Any) -> int:
-        if id(x) in places:
-            return places[id(x)]
-        if id(x) in keys:
-            node = "key", keys[id(x)]
-        elif is_shard(x):
-            node = "array", x
-        elif isinstance(x, (jax.Array, np.ndarray)):
-            node = "array", None
-        elif (parts := opened(x)) is None:
-            node = "object", x
-        else:
-            children, build = parts
-            node = "tree", (build, [visit(child) for child in children])
-        places[id(x)] = len(nodes)
-        nodes.append(node)
-        objects.append(x)
-        return places[id(x)]
 
-    visit(tree)
-    return nodes, objects
+def _visit(x: Any, keys: Mapping[int, Any], found: dict[int, tuple]) -> int:
+    """Adds (place, node, object) by ``id``, children first; returns the place."""
+    if id(x) in found:
+        return found[id(x)][0]
+    if id(x) in keys:
+        node = "key", keys[id(x)]
+    elif is_shard(x):
+        node = "array", x
+    elif isinstance(x, (jax.Array, np.ndarray)):
+        node = "array", None
+    elif (parts := opened(x)) is None:
+        node = "object", x
+    else:
+        children, build = parts
+        node = "tree", (build, [_visit(child, keys, found) for child in children])
+    place = len(found)
+    found[id(x)] = place, node, x
+    return place
