@@ -5,10 +5,51 @@ that are not pytrees, nor states from models to which ``qwix`` added adapters.
 """
 
 import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from flax import nnx
+
+from jshard.errors import UserError
+
+
+class _Last:
+    """Ends the calls of ``__init_subclass__`` after Flax's."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
+
+
+class Derived(nnx.Module, _Last, pytree=False):
+    """The first base of every class that jshard derives from a user's module.
+
+    Flax alone is told of such a class. An ``__init_subclass__`` of the user's, which
+    may need keywords or keep a registry, is not called: there is no new kind of module.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super(nnx.Module, cls).__init_subclass__(**options)
+
+
+def derived(name: str, bases: tuple[type, type], members: dict[str, Any]) -> Any:
+    """Returns a class with a Derived and the class of a module as bases.
+
+    Raises:
+      UserError: the metaclass of the module does not allow it.
+    """
+    _, cls = bases
+    # A module that is not a pytree does not record which attributes hold arrays.
+    options = {"pytree": is_pytree(cls)}
+    try:
+        return types.new_class(name, bases, options, lambda ns: ns.update(members))
+    except Exception as error:
+        if type(cls) is type(nnx.Module):
+            raise
+        raise UserError(
+            f"jshard derives a class from {cls.__name__}, which its metaclass "
+            f"{type(cls).__name__} refuses: {type(error).__name__}: {error}"
+        ) from error
 
 
 def is_pytree(cls: type) -> bool:

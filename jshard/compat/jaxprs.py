@@ -46,6 +46,10 @@ COLLECTIVES = SUMS | {
 }
 
 
+# Pallas kernels. JAX's removal of dead code keeps them, and all that they read.
+KERNELS = {"pallas_call", "mpmd_map"}
+
+
 def axes_of(eqn: Any) -> tuple[Any, ...]:
     """Returns the mesh axes that a collective runs over."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
@@ -310,7 +314,20 @@ def needed_for(
     if not effects:
         eqns = [eqn.replace(effects=frozenset()) for eqn in jaxpr.eqns]
         jaxpr = jaxpr.replace(eqns=eqns)
+    if find(jaxpr.eqns, KERNELS) is not None:
+        jaxpr, _ = pe.dce_jaxpr(jaxpr, list(outputs), instantiate=True)
+        jaxpr, outputs = _without_dead_code(jaxpr), [True] * len(jaxpr.outvars)
     return pe.dce_jaxpr(jaxpr, list(outputs))
+
+
+def _without_dead_code(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Drops equations that no output depends on, kernels too, but not inside others."""
+    needed, eqns = set(variables(jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(variables(eqn.invars))
+    return jaxpr.replace(eqns=eqns[::-1])
 
 
 def without_unused(

@@ -96,11 +96,7 @@ def _check_gpu(kind: str, device: Any) -> None:
 
 
 def check_shapes(state: TrainState) -> None:
-    """Raises UserError unless all ``params`` can be trained, and all arrays be saved.
-
-    Each of a state's arrays needs a dotted name of its own in a checkpoint.
-    """
-    _check_trained(state.params)
+    """Raises UserError unless each array has a dotted name of its own, to be saved."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = sorted(array_name(path).split(".") for path in paths)
     for name, following in itertools.pairwise(names):
@@ -113,17 +109,20 @@ def check_shapes(state: TrainState) -> None:
             )
 
 
-def _check_trained(params: nnx.State) -> None:
+def check_trained(params: nnx.State) -> None:
+    """Raises UserError unless all ``params`` can be trained."""
     if not jax.tree.leaves(params):
         raise UserError(
             "the model has no parameters that wrt selects; nothing can be trained"
         )
     for path, variable in nnx.to_flat_state(params):
         name = ".".join(map(str, path))
-        if not isinstance(variable, nnx.Variable) or isinstance(variable, _STATE):
+        if isinstance(variable, _STATE) or not isinstance(variable, nnx.Variable):
+            is_array = isinstance(variable, (jax.Array, np.ndarray))
+            kind = "plain array" if is_array else type(variable).__name__
             raise UserError(
-                f"wrt selects {name!r}, a {type(variable).__name__}; it must select "
-                "nnx.Param variables, or types of your own that hold weights"
+                f"wrt selects {name!r}, a {kind}; it must select nnx.Param variables, "
+                "or types of your own that hold weights"
             )
         for value in jax.tree.leaves(variable):
             if not is_float(value):

@@ -22,6 +22,7 @@ from jshard.fsdp.checks import (
     check_model,
     check_precisions,
     check_shapes,
+    check_trained,
     check_units,
     warn_of_parameters,
 )
@@ -210,6 +211,7 @@ class FSDP:
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
             layers = layer_paths(model, self.units)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
+            check_trained(arrays[0])
             first = jnp.zeros((), jnp.int32)
             state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
             state = in_four_bits(state, self.policy, self.mesh, layers)

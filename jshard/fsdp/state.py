@@ -126,12 +126,24 @@ class Step(Generic[Result]):
         functools.update_wrapper(self, jitted)
 
     def __call__(self, state: TrainState, batch: Any) -> Result:
-        """Runs the step; raises UserError if the state was donated, or is none."""
+        """Runs the step.
+
+        Raises:
+          UserError: the state was donated, or is none, or a layer left an array outside
+            of its call.
+        """
         if not isinstance(state, TrainState):
             name = type(state).__name__
             raise UserError(f"a step takes the state of fsdp.init, not a {name}")
         check_kept(state)
-        outputs = self._jitted(state, batch)
+        try:
+            outputs = self._jitted(state, batch)
+        except jax.errors.UnexpectedTracerError as error:
+            raise UserError(
+                "an array that a layer in units=, or a function that JAX traced, put "
+                "into a global or another object outside is read after the call; "
+                "return it, or put it into a list or dict that is an argument"
+            ) from error
         if self._after is not None:
             self._after(outputs)
         return outputs

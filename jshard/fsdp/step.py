@@ -37,6 +37,7 @@ from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
 from jshard.layout.state_layout import Layout
+from jshard.layout.variables import variables
 from jshard.nn.count import add_up
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
 from jshard.nn.loss import Means, over_devices, seeds, terms_of
@@ -52,6 +53,8 @@ from jshard.unit.model import (
     make_sharded,
     make_units,
     root_as_unit,
+    say_what_is_written,
+    written,
 )
 
 # build(graphdef, layout, params, frozen, model_state, training=...) -> a model
@@ -233,15 +236,18 @@ def train(
     def run(params, frozen, state, batch, index=0):
         folded = fold_streams(state, index)
         model = model_of(layout, params, frozen, folded)
+        given = {path: v.get_raw_value() for path, v in variables(model)}
         with microbatch(index, policy.accumulate):
             terms = terms_of(loss_fn(model, batch))
-        return *terms, unfold_streams(state, folded, _state_after(state, model))
+        after = unfold_streams(state, folded, _state_after(state, model))
+        return *terms, after, written(model, given, arrays)
 
     micro = None
     if policy.accumulate > 1 or layout.stages:
         micro = split(batch, policy.accumulate)
     inputs = (batch,) if micro is None else first_of(micro)
     traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
+    traced, shapes = say_what_is_written(traced, shapes, layout, arrays)
     forward, needs = once_checked(traced, shapes, layout, arrays, inputs)
     if policy.accumulate > 1:
         check_means(traced.jaxpr, shapes)

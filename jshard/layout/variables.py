@@ -1,10 +1,13 @@
 """Finds a module's Variables and the objects reachable from it."""
 
-from collections.abc import Callable, Iterator, Mapping
+import gc
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import own_dtype
@@ -30,7 +33,7 @@ def array_name(path: tuple) -> str:
     return ".".join(parts[:-1] if parts[-1] == "value" and in_mapping else parts)
 
 
-def set_attribute(module: nnx.Module, name: str, value: Any) -> None:
+def set_attribute(module: nnx.Pytree, name: str, value: Any) -> None:
     """Sets an attribute, and tells Flax if it holds arrays.
 
     Flax takes traced arrays, lists and dicts for constants unless it is told.
@@ -68,6 +71,36 @@ def reachable(start: Any, stop: Callable[[Any], bool] = lambda x: False) -> list
     return list(seen.values())
 
 
+def opened(x: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]] | None:
+    """Returns the children of a pytree, and what makes one of others; None: a leaf."""
+    if type(x) is dict:  # JAX would sort it
+        names = list(x)
+        return [*x.values()], lambda values: dict(zip(names, values, strict=True))
+    if isinstance(x, Iterator):  # JAX would warn
+        return None
+    children, node = jax.tree.flatten(x, is_leaf=lambda y: y is not x)
+    is_leaf = len(children) == 1 and children[0] is x
+    return None if is_leaf else (children, node.unflatten)
+
+
+def tracers_behind(x: Any) -> Iterator[Tracer]:
+    """Yields the traced arrays that an object holds where JAX does not look.
+
+    These are in attributes of any object, in closures and in frames of generators.
+    """
+    seen: dict[int, Any] = {}
+    left = [x]
+    while left:
+        x = left.pop()
+        if id(x) in seen or isinstance(x, (type, types.ModuleType)):
+            continue
+        seen[id(x)] = x
+        if isinstance(x, Tracer):
+            yield x
+        elif not (isinstance(x, dict) and "__builtins__" in x):  # a function's globals
+            left += filter(gc.is_tracked, gc.get_referents(x))
+
+
 def of_class(module: nnx.Module, cls: type) -> Any:
     """Returns a module of another class that has the attributes of ``module``."""
     made = object.__new__(cls)
@@ -94,7 +127,8 @@ def replace(model: nnx.Module, others: Mapping[int, Any]) -> None:
 def _children(x: Any) -> list[Any]:
     if isinstance(x, nnx.Pytree):
         return [child for _, child in sorted(vars(x).items())]
-    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)
+    parts = opened(x)
+    return [] if parts is None else parts[0]
 
 
 def own_dtypes(state: TrainState, policy: Policy) -> dict[tuple, Any]:

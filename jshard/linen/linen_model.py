@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from flax.core.scope import subtract_filters
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
@@ -25,10 +26,17 @@ from jshard.errors import UserError
 from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import layer_dims, mark_layers
 from jshard.layout.variables import variables
-from jshard.unit.calls import combine, partition
+from jshard.unit.calls import call_method, set_content
 from jshard.unit.dataflow import dependencies, union
 from jshard.unit.modules import Unit
-from jshard.unit.shards import is_shard, shard_of, with_array
+from jshard.unit.shards import (
+    combine,
+    is_shard,
+    objects_in,
+    partition,
+    shard_of,
+    with_array,
+)
 
 Path = tuple[str, ...]
 
@@ -139,12 +147,24 @@ class Model(nnx.Module):
             if is_shard(variable)
         ]
 
+        capture = kwargs.get("capture_intermediates", False)
+        inputs, arguments = partition((args, kwargs))
+        originals = dict(enumerate(objects_in((args, kwargs))))
+
         def run(arrays: list[jax.Array]) -> Any:
             seen = {id(v): x for (_, v), x in zip(sharded, arrays, strict=True)}
             read = lambda v: seen[id(v)] if id(v) in seen else v.get_value()
             tree = {"params": _read_tree(self.params, read)}
-            with linen.intercept_methods(_runner(self.unit_types, units)):
-                return partition(self.module.apply(tree, *args, **kwargs))
+
+            @functools.wraps(type(self.module).__call__)
+            def apply(_: Any, *args: Any, **kwargs: Any) -> Any:
+                return self.module.apply(tree, *args, **kwargs)
+
+            with linen.intercept_methods(_runner(self.unit_types, units, capture)):
+                called = call_method(apply, self, (), inputs, arguments)
+            result, _, changed, copies = called
+            known = {i: key for i, key in copies.items() if key in originals}
+            return partition((result, changed), known)
 
         outside = [_outside_of_units(variable) for _, variable in sharded]
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(outside)
@@ -163,7 +183,11 @@ class Model(nnx.Module):
             if used[i] and not stacked[i] and shard is not None:
                 outside[i] = shard.whole()
         leaves = core.jaxpr_as_fun(traced)(*outside)
-        return combine(*jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+        arrays, rest = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        result, changed = combine(arrays, rest, originals)
+        for key, content in changed.items():
+            set_content(originals[key], content)
+        return result
 
 
 def _tree(params: Mapping[str, Any], path: Path, units: Mapping[Path, Any]) -> Any:
@@ -196,12 +220,16 @@ class Parameters(nnx.Module):
     """A node of Linen's tree of parameters, under the names it has there."""
 
     def __call__(
-        self, module: linen.Module, method: str, rngs: Any, args: tuple, kwargs: dict
-    ) -> Any:
-        """Calls a method of a Linen module, which is not bound, on these parameters."""
-        tree = {"params": _read_tree(self)}
+        self, module: linen.Module, state: Any, options: dict, args: tuple, kwargs: dict
+    ) -> tuple[Any, Any]:
+        """Applies a Linen module, which is not bound, to these parameters.
+
+        ``state`` are its other variables, ``options`` of ``apply``. Returns the result
+        and the variables that were mutable.
+        """
+        tree = {"params": _read_tree(self), **state}
         with within(_IN_UNIT, True):
-            return module.apply(tree, *args, method=method, rngs=rngs, **kwargs)
+            return module.apply(tree, *args, **options, **kwargs)
 
 
 def _read_tree(
@@ -250,8 +278,18 @@ def _leaks(jaxpr: core.Jaxpr, stacked: list[bool]) -> list[bool]:
     return [bool(found >> i & 1) for i in range(len(stacked))]
 
 
-def _runner(types: tuple[type, ...], units: dict[Path, Any]) -> Callable:
-    """Returns an interceptor that runs calls of units by themselves."""
+def _runner(
+    types: tuple[type, ...], units: dict[Path, Any], capture: Any = False
+) -> Callable:
+    """Returns an interceptor that runs calls of units by themselves.
+
+    ``capture`` is ``capture_intermediates`` of ``apply``.
+    """
+
+    def inner(module: linen.Module, method: str) -> bool:
+        """Returns whether to capture what a module in a unit, not the unit, returns."""
+        wanted = method == "__call__" if capture is True else capture(module, method)
+        return bool(module.path and wanted)
 
     def run(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         module = context.module
@@ -259,10 +297,20 @@ def _runner(types: tuple[type, ...], units: dict[Path, Any]) -> Callable:
         ours = type(module) in types and module.path in units
         if _IN_UNIT.get() or not ours or context.method_name == "setup":
             return call(*args, **kwargs)
-        unit = _of_layer(units[module.path], module.variables["params"])
-        rngs = {name: module.make_rng(name) for name in module.scope.rngs}
+        state, scope = dict(module.variables), module.scope
+        unit = _of_layer(units[module.path], state.pop("params"))
+        options = {
+            "method": context.method_name,
+            "rngs": {name: module.make_rng(name) for name in scope.rngs},
+            "mutable": subtract_filters(scope.mutable, "params"),
+            "capture_intermediates": capture and inner,
+        }
         plain = module.clone(parent=None)
-        return unit(plain, context.method_name, rngs, args, kwargs)
+        result, state = unit(plain, state, options, args, kwargs)
+        for collection, values in state.items():
+            for name, value in values.items():
+                scope.put_variable(collection, name, value)
+        return result
 
     return run
 

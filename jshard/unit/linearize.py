@@ -147,6 +147,9 @@ class Layer:
         self.consts = list(run.consts)
         leaves = jax.tree.leaves(self._inputs)
         jaxpr = jaxprs.consts_as_inputs(run, leaves, abstract(self.consts))
+        if jaxprs.find(jaxpr.eqns, jaxprs.KERNELS):  # which calls would hide
+            inputs = [*leaves, *abstract(self.consts)]
+            jaxpr = jaxprs.flat_jaxpr(core.ClosedJaxpr(jaxpr, ()), inputs).jaxpr
         self._sort_residuals(jaxpr, prefix=jax.tree.structure(shapes[0]).num_leaves)
         offload = policy.remat if isinstance(policy.remat, Offload) else None
         inputs = () if offload and INPUTS in offload.names else jaxpr.invars

@@ -10,7 +10,6 @@ single layer whose variables have a leading layer dimension.
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.collectives.embedding import is_cheaper, look_up
-from jshard.compat.flax_modules import is_pytree
+from jshard.compat.flax_modules import Derived, derived
 from jshard.compat.jaxprs import Static
 from jshard.errors import UserError
 from jshard.float8.products import Float8
@@ -37,7 +36,14 @@ from jshard.layout.variables import (
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
 from jshard.unit import calls
-from jshard.unit.shards import as_full, is_shard, shard_of
+from jshard.unit.shards import (
+    as_full,
+    combine,
+    is_shard,
+    objects_in,
+    partition,
+    shard_of,
+)
 from jshard.unit.stack import check_carry, make_scan, split_aux
 from jshard.unit.unit import run_unit
 
@@ -45,7 +51,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 # With pytree=False, Flax does not touch the module that an instance becomes.
-class Unit(nnx.Module, pytree=False):
+class Unit(Derived, pytree=False):
     """A submodule that gathers its parameters when called and drops them afterwards.
 
     ``Unit(module)`` keeps the attributes, methods, type and parameter paths of
@@ -72,7 +78,7 @@ class Unit(nnx.Module, pytree=False):
         mark_table(self)
 
 
-class Stack(nnx.Module, pytree=False):
+class Stack(Derived, pytree=False):
     """Equal layers with stacked parameters, applied by a scan, gathered one by one.
 
     ``stack(x, *args, **kwargs)`` calls each layer with these arguments, ``x`` being
@@ -159,19 +165,13 @@ def unit_class(cls: type) -> type:
         if name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
         if not isinstance(member, (staticmethod, type))
     }
-    return _subclass(cls.__name__, Unit, cls, methods)
+    return derived(cls.__name__, (Unit, cls), methods | {"plain_class": cls})
 
 
 @functools.cache
 def _stack_class(cls: type) -> type:
-    return _subclass(f"{cls.__name__}Stack", Stack, cls, {"__call__": Stack.__call__})
-
-
-def _subclass(name: str, base: type, cls: type, methods: dict[str, Any]) -> type:
-    """Returns a subclass of ``base`` and ``cls``, a pytree only if ``cls`` is one."""
-    # A module that is not a pytree does not record which attributes hold arrays.
-    options, members = {"pytree": is_pytree(cls)}, methods | {"plain_class": cls}
-    return types.new_class(name, (base, cls), options, lambda ns: ns.update(members))
+    members = {"__call__": Stack.__call__, "plain_class": cls}
+    return derived(f"{cls.__name__}Stack", (Stack, cls), members)
 
 
 def _gathering(method: Callable) -> Callable:
@@ -223,7 +223,7 @@ def open_unit(
     graphdef, own, others = nnx.split(unit, is_own, ...)
     owned, tree = jax.tree.flatten(own, is_leaf=is_variable)
     shards = [shard for variable in owned if (shard := shard_of(variable))]
-    rest, static = calls.partition(others)
+    rest, static = partition(others)
 
     def module(weights: list, rest: list | None = None) -> nnx.Module:
         weights = [
@@ -233,7 +233,7 @@ def open_unit(
             for w, s in zip(weights, shards, strict=True)
         ]
         whole = map(as_full, owned, weights)
-        inner = others if rest is None else calls.combine(rest, static)
+        inner = others if rest is None else combine(rest, static)
         plain = nnx.merge(graphdef, jax.tree.unflatten(tree, whole), inner)
         if is_unit(plain):  # the root is not
             make_plain(plain)
@@ -258,24 +258,30 @@ def call_unit(
             if is_cheaper(shard, place_of, ids):
                 read = lambda table, ids: method(module([table], rest), ids)
                 return look_up(read, shard, place_of, ids)
-    inputs, arguments = calls.partition((args, kwargs))
-    passed = calls.variables_in((args, kwargs))
+    parts = calls.parts_of(unit)
+    paths = {id(part): path for path, part in parts.items()}
+    modules = {path for path, part in parts.items() if isinstance(part, nnx.Module)}
+    inputs, arguments = partition((args, kwargs), paths)
+    originals = {**parts, **dict(enumerate(objects_in((args, kwargs), paths)))}
 
     def call(weights, rest, inputs, _):
-        args, kwargs = calls.combine(inputs, arguments)
-        result, changes, changed = calls.call_method(
-            method, module(weights, rest), args, kwargs
+        result, changes, changed, copies = calls.call_method(
+            method, module(weights, rest), (), inputs, arguments
         )
-        results, of_results = calls.partition((result, changed))
-        arrays, static = calls.partition(changes)
+        known = {i: key for i, key in copies.items() if key in originals}
+        results, of_results = partition((result, changed), known)
+        is_whole = lambda key: isinstance(key, int) or key in modules
+        whole = {i: key for i, key in known.items() if is_whole(key)}
+        arrays, static = partition(changes, whole)  # other parts are new
         return results, arrays, (of_results, static)
 
     of_unit = in_float8(call, shards, places, stacked=False)
     results, arrays, (of_results, static) = run_unit(*of_unit, rest, inputs, policy)
-    result, changed = calls.combine(results, of_results)
-    calls.apply_changes(unit, calls.combine(arrays, static), layers=False)
-    for i, value in changed.items():
-        passed[i].set_value(value)
+    result, changed = combine(results, of_results, originals)
+    changes = combine(arrays, static, originals)
+    calls.apply_changes(unit, changes, layers=False)
+    for key, content in changed.items():
+        calls.set_content(originals[key], content)
     return result
 
 
@@ -293,27 +299,30 @@ def prepare_layers(
     Variable that is passed to it.
     """
     shards, places, rest, module = open_unit(stack)
-    extra, arguments = calls.partition(others)
+    extra, arguments = partition(others)
     carry = jax.tree.map(jnp.asarray, x)
 
     def layer(weights, rest, carry, extra):
         plain = module(weights, rest)
-        args, kwargs = calls.combine(extra, arguments)
-        result, changes, changed = calls.call_method(
-            type(plain).__call__, plain, (carry, *args), kwargs
+        method = type(plain).__call__
+        result, changes, changed, _ = calls.call_method(
+            method, plain, (carry,), extra, arguments
         )
         if changed:
+            given = method, (x, *others[0]), others[1]
+            what = calls.argument_name(*given, objects_in(others)[min(changed)])
             raise UserError(
-                "a stacked layer changes a Variable that is passed to it (nnx.Rngs, "
-                "say); give each layer its own, as a part of the layer"
+                f"{type(plain).__name__}, a stacked layer, changes {what}, which all "
+                "layers share; return what is new, or keep it in the layer (each layer "
+                "its own nnx.Rngs, say)"
             )
         after, aux, has_aux = split_aux(result, carry)
-        arrays, static = calls.partition(changes)
+        arrays, static = partition(changes)
         return (after, aux), arrays, (static, Static(has_aux))
 
     def finish(carry, ys, weights=()):
         aux, arrays, (static, has_aux) = ys
-        calls.apply_changes(stack, calls.combine(arrays, static), layers=True)
+        calls.apply_changes(stack, combine(arrays, static), layers=True)
         return (carry, aux) if has_aux.value else carry, weights
 
     policy = stack.unit_policy

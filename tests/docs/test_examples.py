@@ -63,6 +63,12 @@ def test_a_linen_transformer_that_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_teacher_that_follows_its_student(tmp_path):
+    first, *_, last = losses("teacher.py", tmp_path)
+    assert last < first / 2
+
+
+@pytest.mark.slow
 def test_an_own_loop_that_goes_on_on_another_mesh(tmp_path):
     words = ("own_loop.py", tmp_path, "--folder=run")
     first, middle = losses(*words, "--steps=40")

@@ -88,6 +88,18 @@ def pallas(kernel):
 pallas_swish = with_derivative(pallas(swish_kernel), pallas(slope_kernel))
 
 
+@jax.custom_vjp
+def pallas_in_rule(x):
+    return pallas(swish_kernel)(x)
+
+
+# The kernel itself is in the rule, as in flash attention's, not within a call.
+pallas_in_rule.defvjp(
+    lambda x: (pallas(swish_kernel)(x), x),
+    lambda x, g: (g * pallas(slope_kernel)(x),),
+)
+
+
 # Foreign functions that every CPU has: LAPACK's, as a CUDA kernel is called.
 
 
@@ -206,6 +218,8 @@ PROGRAMS = {
     "io-callback": activated(ordered_callback, (2, True), remat="none"),
     "debug-callback": activated(debug_callback, (3, True)),
     "pallas": activated(pallas_swish, (8, True)),
+    "pallas-rule": activated(pallas_in_rule, (2, True)),
+    "pallas-jit": activated(jax.jit(pallas_in_rule), (3, True), remat="dots"),
     "ffi": program(Volume, squares, normal(5), (nnx.Linear,), (2, False)),
     "constant-carry": program(Loop, squares, normal(6, 3), (ConstantCarry,), (3, True)),
     "branch": program(Alternating, squares, normal(5), (nnx.Linear,), (8, False)),

@@ -42,6 +42,7 @@ def cases() -> Iterator[tuple[str, int, bool]]:
 pytestmark = [
     pytest.mark.usefixtures("x64_of_all_threads"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+    pytest.mark.filterwarnings("ignore:loss_fn changes parameter"),
     pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit"),
 ]
@@ -55,11 +56,11 @@ def x64_of_all_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-# What computes on the host and what is jitted, on 3 and 2 devices. Arrays in no
-# Variable are below. Branches, loops and the exact GELU are in
-# tests/unit/test_foreign_layers.py, too, units in branches in tests/unit/test_equal.py,
-# effects in tests/unit/test_effects.py, convolutions in tests/recipes.
-DEFAULT = ("pure-callback", "jit")
+# What computes on the host, what is jitted, and a kernel. Arrays in no Variable are
+# below. Branches, loops and the exact GELU are in tests/unit/test_foreign_layers.py,
+# too, units in branches in tests/unit/test_equal.py, effects in
+# tests/unit/test_effects.py, convolutions in tests/recipes.
+DEFAULT = ("pure-callback", "jit", "pallas-rule")
 
 
 @pytest.mark.quick(*(case(name, *PROGRAMS[name].default) for name in DEFAULT))

@@ -139,6 +139,7 @@ def test_its_weights_are_gathered_in_their_units_and_follow_the_policy():
     [
         (nnx.BatchStat, r"'layers\.0\.calls', a BatchStat"),
         (Own, r"'layers\.0\.scale' of int"),
+        (lambda path, _: path[-1] == "table", r"'layers\.0\.table', a plain array"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(wrt, message):
@@ -146,6 +147,7 @@ def test_what_cannot_be_trained_is_refused_by_name(wrt, message):
         def __init__(self, rngs):
             super().__init__(rngs)
             self.layers[0].scale = Own(jnp.arange(WIDTH))
+            self.layers[0].table = jnp.ones((WIDTH, WIDTH))
 
     with pytest.raises(jshard.UserError, match=message) as error:
         make_fsdp().abstract_state(Counting, TX, wrt=wrt)

@@ -15,24 +15,24 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
     "commands": 1213,
-    "surface": 632,
+    "surface": 677,
     "plan": 5292,
     "training": 14441,
     "checkpoint": 6366,
     "generation": 1214,
     "start-up note": 444,
-    "fsdp": 2210,
+    "fsdp": 2216,
     "nn": 1983,
     "optim": 1224,
-    "unit": 3201,
+    "unit": 3556,
     "cpu": 423,
     "collectives": 706,
-    "layout": 2353,
+    "layout": 2387,
     "distributed": 1901,
     "cli": 739,
-    "compat": 921,
+    "compat": 979,
     "parallel": 564,
-    "ground": 1490,
+    "ground": 1500,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10

@@ -21,6 +21,7 @@ from zoo_layers import LAYERS, WIDTH, Dense, example
 pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+    pytest.mark.filterwarnings("ignore:loss_fn changes parameter"),
     pytest.mark.filterwarnings("ignore:Using 'Module.sow..' outside of"),
 ]
 
