@@ -131,11 +131,12 @@ def check_update(offload: str, tx: Any, finite: bool | None = None, **knobs: Any
 
 
 def matrices(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
+    named = jax.tree_util.tree_map_with_path
+    return named(lambda path, p: "kernel" in str(path), params)
 
 
 def labels(params: Any) -> Any:
-    return jax.tree.map(lambda p: "adam" if p.ndim >= 2 else "sgd", params)
+    return jax.tree.map(lambda chosen: "adam" if chosen else "sgd", matrices(params))
 
 
 def odd() -> optax.GradientTransformation:
