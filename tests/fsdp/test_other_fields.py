@@ -87,3 +87,8 @@ def test_a_field_of_another_structure_is_refused_with_its_path(name):
     with pytest.raises(jshard.UserError, match=message) as error:
         FSDP.eval_step(loss_fn).trace(state, BATCH)
     assert "\n" not in str(error.value)
+
+
+def test_an_optimizer_of_pairs_of_parameters_is_refused():
+    with pytest.raises(jshard.UserError, match=r"optax\.lookahead.*ema_decay=\.\.\."):
+        FSDP.init(make_model, optax.lookahead(ADAM, 5, 0.5))

@@ -91,6 +91,10 @@ REFUSED = {
         of_each(lambda g, p: g + 1e-4 * p if g.ndim >= 2 else g),
         "stateless in it .* is not that of each layer alone; put it in jshard",
     ),
+    "rounded": (
+        every(jshard.optim.bf16_moments(optax.adamw(1e-3, mask=by_rank))),
+        "MultiSteps in it does not treat",
+    ),
     "lamb": (optax.lamb(1e-3), "scale_by_trust_ratio in it"),
     "adaptive": (optax.adaptive_grad_clip(0.5), "adaptive_grad_clip in it"),
     "muon": (optax.chain(CLIP, optax.contrib.muon(1e-3)), "its mask muon.* chooses"),
@@ -156,7 +160,9 @@ def test_what_keeps_layers_apart_is_taken_as_it_is(name):
 
 
 def test_layers_of_layers_are_tensors_of_their_own():
-    check_layers(every(optax.chain(CLIP, optax.adam(1e-3))), NESTED)
+    norm = optax.tree.norm
+    of_all = lambda updates, params: jax.tree.map(lambda g: g / norm(updates), updates)
+    check_layers(optax.stateless(of_all), NESTED)
     with pytest.raises(UserError, match=r"its update of a\.inner\.w is not that of"):
         check_layers(of_each(lambda g, p: g - jnp.mean(g)), NESTED)
 
