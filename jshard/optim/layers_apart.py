@@ -13,7 +13,6 @@ layers unlike (a rate for each layer, or noise) knows of them, and is not asked 
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,7 +122,7 @@ def _knows_layers(tx: Transformation, stacks: Any) -> bool:
 
     firsts = lambda tree: jax.tree.map(first, tree, stacks, is_leaf=is_variable)
     try:
-        for updates in itertools.islice(_updates(tx, firsts(stacks)), len(SIZES)):
+        for updates in _updates(tx, firsts(stacks)):
             pairs = (jax.tree.leaves(x) for x in (updates, firsts(updates)))
             if not all(map(_same, *pairs)):
                 return True

@@ -13,7 +13,8 @@ import jshard
 from filled import filled
 from jshard.errors import UserError
 from jshard.layout.layer_dims import mark_layers
-from jshard.optim.layers_apart import check_layers
+from jshard.optim.known import to_ask
+from jshard.optim.layers_apart import _not_apart, check_layers
 
 LAYERS = 3
 
@@ -102,7 +103,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("a mask", "hidden", "of one's own", "lamb")
+@pytest.mark.quick("a mask", "of one's own", "lamb")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_takes_layers_for_one_tensor_is_refused_with_what_to_write(name):
     tx, message = REFUSED[name]
@@ -153,10 +154,15 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.quick("numbers", "a tree", "all together", "rates by layer", "finite")
+@pytest.mark.quick("numbers", "a tree", "all together", "rates by layer")
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_keeps_layers_apart_is_taken_as_it_is(name):
     check_layers(ACCEPTED[name], PARAMS)
+
+
+def test_clipping_by_the_global_norm_is_rightly_not_asked():
+    assert to_ask(CLIP) == []
+    assert _not_apart(CLIP, PARAMS) is None
 
 
 def test_layers_of_layers_are_tensors_of_their_own():
