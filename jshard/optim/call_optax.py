@@ -59,7 +59,7 @@ def call(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, *, value: Any
 ) -> tuple[Any, Any]:
     """Calls an update, with ``value=`` if it takes that."""
-    update = optax.with_extra_args_support(tx).update
+    update, refused = optax.with_extra_args_support(tx).update, ""
     try:
         try:
             return update(grads, state, params, value=value)
@@ -68,13 +68,14 @@ def call(
             # (optax.contrib.sam). They may be in what hands on whatever it is given.
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
+            refused = f", and {error}"
         return update(grads, state, params)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
         raise UserError(
-            f"optimizer: {error}; a step has the gradients and value=, the loss, and "
-            "no more: no line search, say"
+            f"optimizer: {error}{refused}; a step has the gradients and value=, the "
+            "loss, and no more: no line search, say"
         ) from error
 
 

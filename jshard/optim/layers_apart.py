@@ -6,10 +6,11 @@ takes L biases for a matrix, and LAMB has one norm for L matrices. Values decide
 of updates of a tiny model that has the parameters' paths and ranks.
 
 In what form the tensors are apart depends on what the optimizer looks at, and one form
-in which its updates are the same will do: one layer of each Stack under its own path,
-for what masks by path, or all layers as in an ``nnx.List``, or as a list of arrays in
-one variable, for what has a norm of all gradients. An optimizer that treats equal
-layers unlike (a rate for each layer, or noise) knows of them, and is not asked more.
+in which its updates are the same will do: all layers as in an ``nnx.List``; or one
+layer of each Stack under its own path, for what chooses by exact paths; or, for what
+has a norm of all gradients, too, a list of arrays in one variable. An optimizer that
+treats equal layers unlike (a rate for each layer, or noise) knows of them, and is not
+asked more.
 """
 
 import functools
@@ -75,9 +76,8 @@ def _not_apart(tx: Transformation, params: nnx.State) -> str | None:
     whole, few = _tiny(params, None), _tiny(params, 2)
     problems = []
     for form, stacks in (
-        (_one_layer, whole),
-        (_one_layer_marked, whole),
         (_as_a_list, few),
+        (_one_layer, whole),
         (_lists_of_arrays, few),
     ):
         try:
@@ -88,7 +88,7 @@ def _not_apart(tx: Transformation, params: nnx.State) -> str | None:
         if path is None or (not problems and _knows_layers(tx, whole)):
             return None
         problems.append(problem)
-    return next((x for x in problems if "raises" not in x), problems[0])
+    return next((x for x in reversed(problems) if "raises" not in x), problems[-1])
 
 
 def _updated_otherwise(tx: Transformation, stacks: Any, form: Form) -> str | None:
@@ -177,19 +177,15 @@ def _tiny(params: nnx.State, most: int | None) -> nnx.State:
     return jax.tree.map(one, params, is_leaf=is_variable)
 
 
-def _one_layer_marked(tree: Any) -> Any:
-    """The first layer of each Stack, with the metadata of all: for masks like them."""
+def _one_layer(tree: Any) -> Any:
+    """The first layer of each Stack, as if it were in none."""
 
     def one(variable: Any) -> Any:
         if not is_variable(variable) or not (depth := layer_dims(variable)):
             return variable
-        return variable.copy(variable.get_value()[(0,) * depth])
+        return _alone(variable.copy(variable.get_value()[(0,) * depth]))
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
-
-
-def _one_layer(tree: Any) -> Any:
-    return jax.tree.map(_alone, _one_layer_marked(tree), is_leaf=is_variable)
 
 
 def _alone(variable: Any) -> Any:

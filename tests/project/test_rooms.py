@@ -23,7 +23,7 @@ MOST_LINES = {
     "start-up note": 444,
     "fsdp": 2125,
     "nn": 1890,
-    "optim": 1477,
+    "optim": 1474,
     "unit": 3190,
     "cpu": 423,
     "collectives": 706,
