@@ -113,7 +113,7 @@ def bfloat16_losses(record: Recorder) -> None:
     policy = jshard.Policy(
         min_shard_elements=0, precision=jshard.Precision(compute="bfloat16")
     )
-    tx = parity.optimizer("adamw")
+    tx = parity.optimizer("adamw", jshard.optim.per_layer)
     got = parity.train(variant, tx, jshard.make_mesh(), policy).metrics["loss"]
     want = parity.reference(variant, "adamw").metrics["loss"]
     error = float(np.max(np.abs(got - want) / want))

@@ -28,8 +28,10 @@ from jshard.fsdp.policy import OF_STACKS, OF_UNITS, Policy, prefixes
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
+from jshard.layout.padding import exact_types
 from jshard.layout.state_layout import Layout
 from jshard.layout.variables import array_name, variables
+from jshard.optim.stacks.layers_apart import check_layers
 from jshard.unit.modules import Stack, is_unit, own_paths
 
 # Variables that calls of a model change or draw from; they have no gradients.
@@ -95,8 +97,13 @@ def _check_gpu(kind: str, device: Any) -> None:
             )
 
 
-def check_shapes(state: TrainState) -> None:
-    """Raises UserError unless each array has a dotted name of its own, to be saved."""
+def check_shapes(state: TrainState, optimizer: Any) -> None:
+    """Raises UserError unless a state can be saved, and its optimizer can train it.
+
+    Each array needs a dotted name of its own in a checkpoint, and layers of Stacks must
+    be tensors of their own to the optimizer.
+    """
+    check_layers(optimizer, exact_types(state.params))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = sorted(array_name(path).split(".") for path in paths)
     for name, following in itertools.pairwise(names):
@@ -110,7 +117,7 @@ def check_shapes(state: TrainState) -> None:
 
 
 def check_trained(params: nnx.State) -> None:
-    """Raises UserError unless all ``params`` can be trained."""
+    """Raises UserError unless all ``params`` can be trained, of which there are."""
     if not jax.tree.leaves(params):
         raise UserError(
             "the model has no parameters that wrt selects; nothing can be trained"
@@ -129,6 +136,50 @@ def check_trained(params: nnx.State) -> None:
                 raise UserError(
                     f"wrt selects {name!r} of {value.dtype}; only floating-point "
                     "parameters can be trained"
+                )
+
+
+def check_fields(state: TrainState) -> None:
+    """Raises UserError if a state's fields are not the model's variables by path."""
+    for field in ("params", "frozen", "model_state", "ema"):
+        tree = getattr(state, field)
+        if field != "ema" or tree is not None:
+            _check_field(f"state.{field}", tree, arrays=field == "model_state")
+    if state.ema is not None:
+        paths = [dict(nnx.to_flat_state(x)).keys() for x in (state.ema, state.params)]
+        for path in sorted(paths[0] ^ paths[1], key=str):
+            fields = ("state.ema", "state.params")
+            has, lacks = fields if path in paths[0] else reversed(fields)
+            raise UserError(f"{has} has {'.'.join(map(str, path))!r}, {lacks} has not")
+    found = sum(len(nnx.to_flat_state(tree)) for tree in state.model_arrays)
+    if found != state.graphdef.num_leaves:
+        raise UserError(
+            f"state.params, frozen and model_state have {found} variables, and the "
+            f"model has {state.graphdef.num_leaves}; replace values, and keep the paths"
+        )
+
+
+def _check_field(field: str, tree: Any, *, arrays: bool) -> None:
+    """Raises UserError unless a field is a State of dicts of variables."""
+    write = f"write dataclasses.replace(state, {field.removeprefix('state.')}=...) with"
+    if not isinstance(tree, nnx.State):
+        raise UserError(
+            f"{field} is {'None' if tree is None else type(tree).__name__}; it must be "
+            f"an nnx.State of the model's variables by path: {write} such a State"
+        )
+    left: list[tuple[tuple, Any]] = [((), tree.raw_mapping)]
+    for path, mapping in left:
+        for key, value in mapping.items():
+            name = ".".join(map(str, (*path, key)))
+            if isinstance(value, dict):
+                left.append(((*path, key), value))
+            elif not isinstance(value, nnx.Variable) and (
+                isinstance(value, nnx.State) or not arrays
+            ):
+                raise UserError(
+                    f"{field} has a {type(value).__name__} at {name!r}, where the "
+                    f"model has a variable or a dict of them: {write} an nnx.State of "
+                    "the paths and types that it had, as jax.tree.map keeps them"
                 )
 
 

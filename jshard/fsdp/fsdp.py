@@ -19,6 +19,7 @@ from jshard.errors import UserError
 from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import step
 from jshard.fsdp.checks import (
+    check_fields,
     check_model,
     check_precisions,
     check_shapes,
@@ -121,14 +122,14 @@ class FSDP:
             initial values.
 
         Raises:
-          UserError: ``wrt`` selects no parameters of the model, an override of the
-            policy matches no module, or the memory is too small for the state.
+          UserError: ``wrt`` selects no parameters, the optimizer does not keep layers
+            apart, an override matches no module, or the memory is too small.
         """
         create = self._creator(from_seed(make_model), optimizer, wrt)
         if isinstance(seed, Integral) and not 0 <= seed < 2**32:
             raise UserError(f"seed={seed}: give a whole number from 0 to 2**32 - 1")
         seed_array = jnp.asarray(seed, jnp.uint32)
-        abstract = self._abstract(create, seed_array)
+        abstract = self._abstract(create, seed_array, optimizer)
         check_capacity(abstract, self.mesh.local_devices)
         if frozen is not None:
             abstract = dataclasses.replace(abstract, frozen=frozen)
@@ -158,7 +159,7 @@ class FSDP:
         """
         merge, values = existing(model)
         create = self._creator(merge, optimizer, wrt)
-        abstract = self._abstract(create, values)
+        abstract = self._abstract(create, values, optimizer)
         check_capacity(abstract, self.mesh.local_devices)
 
         def start(step: jax.Array, params: nnx.State) -> dict[str, Any]:
@@ -184,11 +185,11 @@ class FSDP:
         Nothing is allocated. Raises the errors of ``init``.
         """
         create = self._creator(from_seed(make_model), optimizer, wrt)
-        return self._abstract(create, jnp.zeros((), jnp.uint32))
+        return self._abstract(create, jnp.zeros((), jnp.uint32), optimizer)
 
-    def _abstract(self, create: Callable[[Any], TrainState], inputs: Any) -> TrainState:
+    def _abstract(self, create: Callable, inputs: Any, optimizer: Any) -> TrainState:
         shapes = jax.eval_shape(create, inputs)
-        check_shapes(shapes)
+        check_shapes(shapes, optimizer)
         model = nnx.merge(shapes.graphdef, *shapes.model_arrays, copy=True)
         make_units(model, self.units)
         check_model(model, self.policy, self.mesh)
@@ -242,9 +243,8 @@ class FSDP:
             ``value=``, the loss.
 
         Raises:
-          UserError: not a transformation; or (when called) examples do not divide,
-            the loss is not made of Means, state and policy disagree about averages or a
-            loss scale, the optimizer needs more than that, or the state was donated.
+          UserError: not a transformation; or (when called) examples do not divide, the
+            loss is not made of Means, the state was made with other ones or donated.
         """
         check_optimizer(optimizer)
         return self._jit(step.train_step, loss_fn, optimizer, donate_argnums=0)
@@ -252,8 +252,7 @@ class FSDP:
     def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
 
-        Results of several batches can be added: ``(a + b).compute()`` is a dict of
-        floats.
+        Results of batches can be added: ``(a + b).compute()`` is a dict of floats.
         """
         return self._jit(step.eval_step, loss_fn)
 
@@ -290,7 +289,8 @@ class FSDP:
         return self.mesh.size > 1 and platform(self.mesh) == "cpu"
 
     def _layout(self, state: TrainState) -> Layout:
-        """Returns a state's layout; raises UserError if arrays are in other memory."""
+        """Returns a state's layout; raises UserError if it is not like its model."""
+        check_fields(state)
         layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
         layout.check_memory(state)
         return layout

@@ -145,6 +145,12 @@ def check_optimizer(optimizer: Any) -> None:
             f"optimizer is {_kind(optimizer)}; it must be an optax transformation, "
             "such as optax.adamw(1e-3)"
         )
+    if getattr(optimizer.update, "__qualname__", "").startswith("lookahead.<locals>"):
+        raise UserError(
+            "optimizer is optax.lookahead, whose parameters are a pair, "
+            "optax.LookaheadParams, which a state does not have; use the optimizer in "
+            "it, and jshard.Policy(ema_decay=...) for slow weights"
+        )
 
 
 def check_unit_types(units: Any) -> tuple[type, ...]:

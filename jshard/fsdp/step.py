@@ -116,7 +116,7 @@ def train_step(
     layout = layout_of(state)
     policy, mesh = layout.policy, layout.mesh
     check_batch(batch, mesh, accumulate=policy.accumulate)
-    check_state(state, policy)
+    check_state(state, policy, optimizer)
     model_of = functools.partial(build, state.graphdef, training=True)
     of_root = root_as_unit(loss_fn, policy.reshard_root)
     local = functools.partial(train, model_of, of_root, layout)

@@ -141,9 +141,10 @@ def lengthened(x: jax.Array, dim: int, size: int) -> jax.Array:
 def _ends(variable: nnx.Variable, shape: tuple[int, ...]) -> bool:
     """Returns whether the shape ends with that of one layer.
 
-    What an optimizer keeps has layer dimensions that its metadata may not count.
+    What an optimizer keeps has layer dimensions that its metadata may not count, or is
+    several arrays, which are not padded.
     """
-    found = np.shape(jax.tree.leaves(variable)[0]) if jax.tree.leaves(variable) else ()
+    found = getattr(variable.get_value(), "shape", ())
     return len(found) >= len(shape) and found[len(found) - len(shape) :] == shape
 
 

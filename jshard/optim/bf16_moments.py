@@ -22,8 +22,8 @@ from jshard.collectives.random_bits import fold, random_bits
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import follow
 from jshard.layout.variables import is_variable
-from jshard.optim.known import with_whole_layers
-from jshard.optim.per_layer import first_layer, layers_here
+from jshard.optim.per_layer import asking, first_layer, layers_here
+from jshard.optim.stacks.known import with_whole_layers
 
 
 class Bf16MomentsState(NamedTuple):
@@ -73,6 +73,8 @@ def bf16_moments(
         key = tuple(jax.random.key_data(jax.random.fold_in(key, state.step)))
 
         def narrow(name: str, depth: int, x: jax.Array) -> jax.Array:
+            if asking.get():
+                return x
             words = (zlib.crc32(name.encode()), *layers_here.get())
             own = functools.reduce(fold, words, key)
             return round_to_bf16(x, random_bits(own, x.shape, depth, first_layer.get()))

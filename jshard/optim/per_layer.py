@@ -17,12 +17,14 @@ import optax
 from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
-from jshard.optim.known import with_whole_layers
+from jshard.optim.stacks.known import with_whole_layers
 
 # The index of the layer being updated, in each Stack around it.
 layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())
 # The index of the first layer that a Stack's arrays hold.
 first_layer = ContextVar[Any]("first_layer", default=0)
+# Whether an optimizer is asked how it treats layers, which ``per_layer`` says.
+asking = ContextVar[bool]("asking", default=False)
 
 
 class PerLayerState(NamedTuple):
@@ -65,6 +67,8 @@ def per_layer(
     tx = optax.with_extra_args_support(with_whole_layers(tx))
 
     def init(params: Any) -> PerLayerState:
+        if asking.get():
+            return PerLayerState((), {})
         stacked = {
             name: jax.vmap(inner.init)(_of_stack(params, name))
             for name, inner in _stacks(params, tx)
@@ -72,6 +76,8 @@ def per_layer(
         return PerLayerState(tx.init(_of_stack(params, None)), stacked)
 
     def update(updates: Any, state: PerLayerState, params: Any = None, **extra: Any):
+        if asking.get():
+            return updates, state
         of = lambda name: (_of_stack(updates, name), _of_stack(params, name))
         grads, values = of(None)
         new, rest = tx.update(grads, state.rest, values, **extra)

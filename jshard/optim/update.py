@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 
 from jshard.errors import UserError
 from jshard.fsdp.policy import Policy
-from jshard.fsdp.precision import at_least_float32, for_update, updated_in
+from jshard.fsdp.precision import at_least_float32, updated_in
 from jshard.fsdp.scopes import UPDATE
 from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device, on_host
-from jshard.layout.padding import exact, pad
 from jshard.layout.state_layout import Layout
 from jshard.optim import counts, ema, loss_scale
-from jshard.optim.known import (
+from jshard.optim.call_optax import check_opt_state, first_state, next_updates
+from jshard.optim.stacks.known import (
     OF_LAYERS,
     OF_NUMBERS,
     OF_TENSORS,
@@ -42,14 +42,17 @@ def first_fields(
     """Returns the fields of a state before its first step, besides the model's."""
     return {
         "step": step,
-        "opt_state": pad(optimizer.init(exact(for_update(params), mesh)), mesh),
+        "opt_state": first_state(optimizer, params, mesh),
         "ema": None if policy.ema_decay is None else ema.start(params),
         "loss_scale": loss_scale.start() if policy.loss_scale else None,
     }
 
 
-def check_state(state: TrainState, policy: Policy) -> None:
-    """Raises UserError if state and policy disagree on averages or a loss scale."""
+def check_state(state: TrainState, policy: Policy, optimizer: Any) -> None:
+    """Raises UserError if the state was made with another policy or optimizer.
+
+    Of the policy, that is averages and a loss scale.
+    """
     decay, scaled = policy.ema_decay, policy.loss_scale
     for field, has, lacks, expected, setting in (
         ("ema", "averages", "no averages", decay is not None, f"ema_decay is {decay}"),
@@ -61,6 +64,7 @@ def check_state(state: TrainState, policy: Policy) -> None:
                 f"the state has {has if present else lacks} (state.{field}), but "
                 f"policy.{setting}; make the state and the step with the same policy"
             )
+    check_opt_state(optimizer, state.opt_state, state.params)
 
 
 @jax.named_scope(UPDATE)
@@ -172,8 +176,9 @@ def update(
         )
     front, layered = optax.chain(*stages[:number]), optax.chain(*stages[number:])
     check_masks(layered, params)
-    wide = for_update(jax.tree.map(on_device, params))
-    grads, first = _call(mesh, front, loss, grads, states[:number], wide)
+    here = jax.tree.map(on_device, params)
+    args = grads, states[:number], here
+    grads, first = next_updates(front, *args, value=loss, mesh=mesh)
     if finite is not None:
         first = optax.tree.where(finite, first, states[:number])
     params, last, averages = streamed_update(
@@ -192,8 +197,8 @@ def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> M
     params, before, averages = moving
     grads, loss, count, finite = given
     with sharded_update(mesh, policy):
-        updates = grads, before, for_update(params)
-        updates, opt_state = _call(mesh, tx, loss, *updates)
+        args = grads, before, params
+        updates, opt_state = next_updates(tx, *args, value=loss, mesh=mesh)
     params = optax.apply_updates(params, updates)
     if averages is not None:
         assert policy.ema_decay is not None  # see check_state
@@ -202,26 +207,3 @@ def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> M
         averages = moved if made is None else optax.tree.where(made, moved, averages)
     new = (params, opt_state, averages)
     return new if finite is None else optax.tree.where(finite, new, moving)
-
-
-def _call(
-    mesh: Mesh,
-    tx: optax.GradientTransformation,
-    loss: jax.Array,
-    *args: Any,
-) -> tuple[Any, Any]:
-    """Calls an optimizer's update with ``value=loss``, on arrays of exact shapes.
-
-    Raises:
-      UserError: it needs arguments that a step does not have.
-    """
-    try:
-        update = optax.with_extra_args_support(tx).update
-        return pad(update(*exact(args, mesh), value=loss), mesh)
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise UserError(
-            f"optimizer: {error}; a step has the gradients and value=, the loss, and "
-            "no more: no line search, say"
-        ) from error

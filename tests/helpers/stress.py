@@ -142,6 +142,7 @@ def run_cell(cell: Cell) -> list[list[str]]:
     import jax.numpy as jnp
     import numpy as np
     import optax
+    from flax import nnx
 
     import jshard
     from jshard.models.gpt import GPT, GPTConfig
@@ -160,7 +161,7 @@ def run_cell(cell: Cell) -> list[list[str]]:
     adamw = optax.adamw(
         optax.warmup_cosine_decay_schedule(1e-4, 1e-3, 2, 20),
         weight_decay=0.1,
-        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+        mask=lambda params: nnx.map_state(lambda path, _: path[-1] != "bias", params),
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
     start = fsdp.init(lambda rngs: GPT(config, rngs=rngs), optimizer)

@@ -103,3 +103,30 @@ def test_an_optimizer_that_needs_what_a_step_does_not_have_is_one_clear_line():
     with pytest.raises(jshard.UserError, match=r"value_fn.*no line search") as error:
         step.trace(state, fsdp.shard_batch(batches()[0]))
     assert "\n" not in str(error.value)
+
+
+def test_what_takes_other_arguments_than_value_is_not_given_it():
+    normal = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    sam = optax.contrib.sam(optax.sgd(0.1, momentum=0.9), normal, sync_period=2)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), sam)  # hands on what it is given
+    linear = lambda: nnx.Linear(6, 6, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    policy = jshard.Policy(min_shard_elements=1)
+    fsdp = jshard.FSDP(jshard.make_mesh(), policy, units=(nnx.Linear,))
+    model = filled(lambda: nnx.Sequential(linear()))
+    state = fsdp.from_model(model, tx)
+    step, update = fsdp.train_step(loss_fn, tx), make_update(tx)
+    graphdef, params = nnx.split(model)
+    x, opt_state = np.random.default_rng(0).normal(size=(EXAMPLES, 6)), tx.init(params)
+
+    @jax.jit
+    @jax.grad
+    def gradients(params):
+        return jnp.sum(nnx.merge(graphdef, params)(x) ** 2) / EXAMPLES
+
+    for _ in range(3):
+        params, opt_state = update(gradients(params), opt_state, params)
+        state, _ = step(state, fsdp.shard_batch(x))
+    for got, want in zip(
+        jax.tree.leaves(fsdp.fetch(state.params)), jax.tree.leaves(params), strict=True
+    ):
+        np.testing.assert_allclose(got, want, 1e-9)

@@ -13,7 +13,7 @@ from flax import nnx
 import jshard
 from jshard.errors import UserError
 from jshard.layout.layer_dims import mark_layers
-from jshard.optim.known import (
+from jshard.optim.stacks.known import (
     OF_LAYERS,
     OF_NUMBERS,
     OF_TENSORS,

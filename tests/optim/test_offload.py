@@ -159,11 +159,11 @@ def test_the_note_says_what_is_in_host_memory(tx, said):
 
 def own(updates: Any, state: Any, params: Any = None) -> Any:
     del params
-    state = jax.tree.map(lambda u, s: u + s / s.size, updates, state)
+    state = jax.tree.map(lambda u, s: u + s / 2, updates, state)
     return state, state
 
 
-@pytest.mark.quick("tx1", "tx3")
+@pytest.mark.quick("tx1", "tx2")
 @pytest.mark.parametrize(
     ("tx", "said"),
     [
@@ -172,7 +172,6 @@ def own(updates: Any, state: Any, params: Any = None) -> Any:
             jshard.optim.bf16_moments(optax.chain(CLIP, optax.adam(1e-3))),
             "clip_by_global_norm",
         ),
-        (optax.lamb(1e-3), "scale_by_trust_ratio"),
         (optax.GradientTransformation(optax.tree.zeros_like, own), "own"),
         (
             optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
@@ -191,7 +190,7 @@ def test_an_update_not_known_to_keep_layers_apart_is_an_error_that_says_what_to_
 
 
 def test_a_mask_that_depends_on_the_number_of_layers_is_an_error():
-    mask = lambda params: jax.tree.map(lambda p: p.shape[0] == 2, params)
+    mask = lambda params: jax.tree.map(lambda p: p.shape[0] == 1, params)
     with pytest.raises(UserError, match=r"chooses otherwise in one layer of a Stack"):
         trace(optax.adamw(1e-3, mask=mask), "optimizer")
 

@@ -299,13 +299,12 @@ def found(opt_state: Any, name: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wrap",
+    ("name", "wrap"),
     [
-        pytest.param(jshard.optim.per_layer, id="per_layer"),
-        pytest.param(lambda tx: tx, id="", marks=pytest.mark.slow),
+        *((name, jshard.optim.per_layer) for name in MOMENTS),
+        *((name, lambda tx: tx) for name in parity.ELEMENTWISE),
     ],
 )
-@pytest.mark.parametrize("name", MOMENTS)
 def test_moments_are_sharded_like_their_parameters(name, wrap):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
     tx = wrap(parity.TRANSFORMATIONS[name]())

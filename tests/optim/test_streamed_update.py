@@ -131,11 +131,12 @@ def check_update(offload: str, tx: Any, finite: bool | None = None, **knobs: Any
 
 
 def matrices(params: Any) -> Any:
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
+    named = jax.tree_util.tree_map_with_path
+    return named(lambda path, p: "kernel" in str(path), params)
 
 
 def labels(params: Any) -> Any:
-    return jax.tree.map(lambda p: "adam" if p.ndim >= 2 else "sgd", params)
+    return jax.tree.map(lambda chosen: "adam" if chosen else "sgd", matrices(params))
 
 
 def odd() -> optax.GradientTransformation:
@@ -154,12 +155,12 @@ def odd() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def add_mean() -> optax.GradientTransformation:
+def add_total() -> optax.GradientTransformation:
     """Looks at all gradients and parameters, and keeps nothing."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        mean = sum(jnp.mean(x) for x in jax.tree.leaves((grads, params)))
-        return jax.tree.map(lambda g: g + mean, grads), state
+        total = sum(jnp.sum(x) for x in jax.tree.leaves((grads, params)))
+        return jax.tree.map(lambda g: g + total / 100, grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -194,7 +195,7 @@ TRANSFORMATIONS: dict[str, Any] = {
     "no state": optax.sgd(1e-2),
     "odd": jshard.optim.per_layer(odd()),
     "muon": optax.chain(CLIP, jshard.optim.per_layer(optax.contrib.muon(1e-2))),
-    "own before": optax.chain(add_mean(), CLIP, optax.adamw(1e-2)),
+    "own before": optax.chain(add_total(), CLIP, optax.adamw(1e-2)),
     "partition": optax.partition(
         {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)}, labels
     ),

@@ -34,6 +34,10 @@ OF_TENSORS = frozenset(
     "scale_by_param_block_norm scale_by_param_block_rms scale_by_trust_ratio".split()
 )
 OF_LAYERS = OF_NUMBERS | {"per_layer"}
+# An update is the same whether layers are in one array or in arrays of their own.
+APART = OF_LAYERS | {"clip_by_global_norm"}
+# They combine what treats layers so, and do no more than that with them.
+_COMBINE = ("inject_hyperparams", "masked", "partition")
 
 
 def unknown_part(tx: Transformation, known: Collection[str]) -> str | None:
@@ -71,6 +75,42 @@ def with_whole_layers(tx: Transformation) -> Transformation:
     return combine(new)
 
 
+def to_ask(tx: Transformation) -> list[Transformation]:
+    """Returns what of ``tx`` is not known to treat a Stack's layers as tensors.
+
+    Of masks, the functions that choose are asked apart (``unequal_mask``).
+    """
+    if (name := _name(tx)) in APART:
+        return []
+    parts = _open(tx)[0]
+    left = [part for whole in parts for part in to_ask(whole)]
+    if name in ("chain", "with_extra_args_support", "bf16_moments"):
+        return left
+    return [] if name in _COMBINE and not left else [tx]
+
+
+def unequal_mask(
+    tx: Transformation, params: Any, one: Callable[[Any], Any]
+) -> str | None:
+    """Returns the name of a mask that chooses otherwise for ``one(params)``, or None.
+
+    ``one`` takes one layer of each Stack.
+    """
+
+    def chosen(mask: Callable[[Any], Any], params: Any) -> list[Any]:
+        of_all = lambda chosen, below: jax.tree.map(lambda _: chosen, below)
+        return jax.tree.leaves(jax.tree.map(of_all, mask(params), params))
+
+    if _name(tx) == "per_layer":
+        return None  # its masks see one layer's tensors in either case
+    given = _closure(tx.update)
+    mask = given.get({"masked": "mask", "partition": "param_labels"}.get(_name(tx), ""))
+    if callable(mask) and chosen(mask, params) != chosen(mask, one(params)):
+        return getattr(mask, "__qualname__", repr(mask))
+    found = (unequal_mask(part, params, one) for part in _open(tx)[0])
+    return next(filter(None, found), None)
+
+
 def check_masks(tx: Transformation, params: Any) -> None:
     """Raises UserError if a mask chooses otherwise in one layer than in a Stack."""
 
@@ -80,25 +120,14 @@ def check_masks(tx: Transformation, params: Any) -> None:
         _, *shape = variable.get_value().shape
         return variable.copy(jax.ShapeDtypeStruct((1, *shape), variable.dtype))
 
-    def chosen(mask: Callable[[Any], Any], params: Any) -> list[Any]:
-        of_all = lambda chosen, below: jax.tree.map(lambda _: chosen, below)
-        return jax.tree.leaves(jax.tree.map(of_all, mask(params), params))
-
-    if _name(tx) == "per_layer":
-        return  # its masks see one layer's tensors in either case
-    given = _closure(tx.update)
-    mask = given.get({"masked": "mask", "partition": "param_labels"}.get(_name(tx), ""))
-    layer = jax.tree.map(cut, params, is_leaf=is_variable)
-    if callable(mask) and chosen(mask, params) != chosen(mask, layer):
-        name = getattr(mask, "__qualname__", repr(mask))
+    one = lambda params: jax.tree.map(cut, params, is_leaf=is_variable)
+    if name := unequal_mask(tx, params, one):
         raise UserError(
             f"policy.offload: the optimizer's mask {name} chooses otherwise in one "
             "layer of a Stack than in all of them, which are updated a layer at a "
             "time; let it look at paths or ranks rather than sizes, or wrap it in "
             "jshard.optim.per_layer, where it sees the tensors of one layer"
         )
-    for part in _open(tx)[0]:
-        check_masks(part, params)
 
 
 def _name(tx: Transformation) -> str:

@@ -1,0 +1,1 @@
+"""How an optimizer treats the layers of a Stack: what is known by name, what is asked."""
