@@ -1,1 +1,1 @@
-"""How an optimizer treats the layers of a Stack: what is known by name, what is asked."""
+"""How an optimizer treats the layers of a Stack: by its name, or when asked."""
