@@ -2,7 +2,7 @@
 
 The update is called with a part of the arrays, all others masked: with one layer of a
 Stack, in a scan over its layers, or with one parameter outside Stacks. That this is the
-update of all ``per_layer`` says, or the names of what optax does (``optim/stacks/known.py``).
+update of all ``per_layer`` says, or the names of what optax does (``stacks/known.py``).
 
 Each iteration of the scan fetches layer l while the results of layer l - 1 leave. Of
 two arrays of about the same size, the first is fetched while the results of the second
