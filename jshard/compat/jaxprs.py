@@ -12,16 +12,21 @@ order in which CPUs must run collectives, so that a step there could hang.
 import contextlib
 import dataclasses
 import itertools
+import os
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.extend import core
-from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
+
+_FLAX = os.path.dirname(flax.__file__)
+_JSHARD = os.path.dirname(os.path.dirname(__file__))
 
 # Primitives that only call another jaxpr, with the parameter that holds it. Calls with
 # custom derivative rules qualify because nothing is differentiated after inlining.
@@ -115,11 +120,42 @@ def scopes_of(eqn: Any) -> str:
 
 
 def line_of(eqn: Any) -> str:
-    """Returns where an equation was traced, as "FILE:LINE (FUNCTION)"."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return "unknown line"
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    """Returns which line of the user's traced an equation: "FILE:LINE (FUNCTION)"."""
+    return _line(eqn.source_info.traceback)
+
+
+def line_here() -> str:
+    """Returns the line of the user's that runs now, as ``line_of``."""
+    return _line(source_info_util.current().traceback)
+
+
+def line_of_error(error: Exception) -> str:
+    """Returns the last line of the user's that an error passed, as ``line_of``."""
+    frames = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own = [(code, line) for code, line in frames if is_users(code.co_filename)]
+    code, line = (own or frames)[-1]
+    return f"{code.co_filename}:{line} ({code.co_qualname})"
+
+
+def _line(raw: Any) -> str:
+    frames = list(source_info_util.user_frames(raw))
+    own = [frame for frame in frames if is_users(frame.file_name)]
+    for frame in own or frames:
+        return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return "unknown line"
+
+
+def is_users(file: str) -> bool:
+    """Returns whether a file is not of JAX, Flax or jshard (its models are users')."""
+    models = file.startswith((f"{_JSHARD}/models/", f"{_JSHARD}/recipes/"))
+    own = file.startswith((f"{_JSHARD}/", f"{_FLAX}/"))
+    return source_info_util.is_user_filename(file) and (models or not own)
+
+
+def is_of_forward_mode(error: Exception) -> bool:
+    """Returns whether JAX refuses forward-mode derivatives of a ``custom_vjp``."""
+    text = str(error)
+    return "(jvp) to a custom_vjp function" in text or "'custom_lin'" in text
 
 
 @contextlib.contextmanager
@@ -282,22 +318,6 @@ def without_dead_code(fn: Callable) -> Callable:
         return run_used(*needed, [*leaves, *traced.consts])
 
     return run
-
-
-def placeholder(
-    name: str, results: Callable[..., list[Any]], refuse: Callable[..., Any]
-) -> core.Primitive:
-    """Returns a primitive for what is taken out of a program again before it runs.
-
-    ``results`` returns the abstract results, given the primitive's parameters, and
-    ``refuse`` raises an error where it is differentiated or batched.
-    """
-    primitive = core.Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *_, **params: results(**params))
-    ad.primitive_jvps[primitive] = refuse
-    batching.primitive_batchers[primitive] = refuse
-    return primitive
 
 
 def needed_for(

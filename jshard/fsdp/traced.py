@@ -20,6 +20,26 @@ from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means
 from jshard.unit.dataflow import dependencies, loop, through, union
+from jshard.unit.linearize import refuse_forward_mode
+from jshard.unit.shards import noting_reads, tell_of_reads
+
+
+def traced_once(run: Callable, *inputs: Any) -> tuple[core.ClosedJaxpr, Any]:
+    """Returns the program of a step's model and loss, and its abstract results.
+
+    Raises:
+      UserError: a unit is differentiated in forward mode.
+    """
+    try:
+        with noting_reads() as reads:
+            traced, shapes = jax.make_jaxpr(run, return_shape=True)(*inputs)
+        tell_of_reads(reads, traced)
+        return traced, shapes
+    except (NotImplementedError, TypeError) as error:
+        if not jaxprs.is_of_forward_mode(error):
+            raise
+        line = jaxprs.line_of_error(error)
+    refuse_forward_mode(line)
 
 
 def once_checked(
@@ -216,12 +236,7 @@ def differing(
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
         name, results = eqn.primitive.name, len(eqn.outvars)
         if name == "custom_lin":
-            raise UserError(
-                f"{line_of(eqn)}: forward-mode differentiation (jax.jvp, jax.jacfwd, "
-                "jax.linearize) of a jshard unit, or another function with a "
-                "custom_vjp; use jax.vjp or jax.grad, which nest, or call what "
-                "jshard.gathered(unit) returns"
-            )
+            refuse_forward_mode(line_of(eqn))
         if name in jaxprs.COLLECTIVES or name == "axis_index":
             own = over(axes_of(eqn))
             equals = name in jaxprs.SUMS or name.startswith("all_gather")

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from jshard.collectives.gather import gather
 from jshard.compat import jaxprs
+from jshard.compat.primitives import placeholder
 from jshard.errors import UserError
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.policy import UnitPolicy
@@ -105,7 +106,7 @@ def _refuse(*_: Any, **params: Any) -> Any:
 _results = lambda layer, call: [
     x.update(weak_type=False) for x in jax.tree.leaves(call.carry)
 ]
-LAYERS = jaxprs.placeholder("layers_of_a_pipeline", _results, _refuse)
+LAYERS = placeholder("layers_of_a_pipeline", _results, _refuse)
 
 
 def leave_open(

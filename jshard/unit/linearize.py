@@ -10,7 +10,7 @@ would keep the full weights of every layer.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax.core import Tracer
@@ -71,6 +71,8 @@ def trace_layer(
     inputs = Inputs(weights, xs, inputs.carry, list(inputs.args))
     inputs = abstract(inputs)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    if lin := jaxprs.find(program.jaxpr.eqns, {"custom_lin"}):
+        refuse_forward_mode(jaxprs.line_of(lin))
     check_partial_sums(program.jaxpr, places)
     count = len(jax.tree.leaves(shapes[0]))
     returned = _returned_weights(program.jaxpr, len(jax.tree.leaves(inputs.weights)))
@@ -81,6 +83,15 @@ def trace_layer(
         program = jaxprs.without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
     return inputs._replace(args=args), program, outputs
+
+
+def refuse_forward_mode(line: str) -> NoReturn:
+    """Raises UserError for a unit that is differentiated in forward mode."""
+    raise UserError(
+        f"{line}: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of "
+        "a jshard unit, or another function with a custom_vjp; use jax.vjp or "
+        "jax.grad, which nest, or call what jshard.gathered(unit) returns"
+    )
 
 
 def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
