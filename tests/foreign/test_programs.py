@@ -59,10 +59,11 @@ def x64_of_all_threads():
 # Variable are below. Branches, loops and the exact GELU are in
 # tests/unit/test_foreign_layers.py, too, units in branches in tests/unit/test_equal.py,
 # effects in tests/unit/test_effects.py, convolutions in tests/recipes.
-DEFAULT = ("pure-callback", "jit")
+DEFAULT = [case(name, *PROGRAMS[name].default) for name in ("pure-callback", "jit")]
+ROOT = "weight-norm-3-root"  # without units
 
 
-@pytest.mark.quick(*(case(name, *PROGRAMS[name].default) for name in DEFAULT))
+@pytest.mark.quick(*DEFAULT, ROOT)
 @pytest.mark.parametrize(
     ("program", "devices", "units"),
     [
