@@ -20,13 +20,13 @@ from typing import Any
 import flax
 import jax
 import jax.numpy as jnp
-from jax._src import source_info_util
+from jax._src import source_info_util as source
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
-_FLAX = os.path.dirname(flax.__file__)
 _JSHARD = os.path.dirname(os.path.dirname(__file__))
+_LIBS = (f"{_JSHARD}/", f"{os.path.dirname(flax.__file__)}/")
 
 # Primitives that only call another jaxpr, with the parameter that holds it. Calls with
 # custom derivative rules qualify because nothing is differentiated after inlining.
@@ -119,14 +119,18 @@ def scopes_of(eqn: Any) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def line_of(eqn: Any) -> str:
-    """Returns which line of the user's traced an equation: "FILE:LINE (FUNCTION)"."""
-    return _line(eqn.source_info.traceback)
+def line_of(eqn: Any, within: Iterable[Any] = ()) -> str:
+    """Returns which line of the user's traced an equation: "FILE:LINE (FUNCTION)".
+
+    A branch knows no line outside of it; one of ``within`` has it inside.
+    """
+    around = [outer for outer in within if any(x is eqn for x in nested([outer]))]
+    return _line(*(x.source_info.traceback for x in (eqn, *around)))
 
 
 def line_here() -> str:
     """Returns the line of the user's that runs now, as ``line_of``."""
-    return _line(source_info_util.current().traceback)
+    return _line(source.current().traceback)
 
 
 def line_of_error(error: Exception) -> str:
@@ -137,8 +141,8 @@ def line_of_error(error: Exception) -> str:
     return f"{code.co_filename}:{line} ({code.co_qualname})"
 
 
-def _line(raw: Any) -> str:
-    frames = list(source_info_util.user_frames(raw))
+def _line(*raws: Any) -> str:
+    frames = [frame for raw in raws for frame in source.user_frames(raw)]
     own = [frame for frame in frames if is_users(frame.file_name)]
     for frame in own or frames:
         return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
@@ -148,14 +152,12 @@ def _line(raw: Any) -> str:
 def is_users(file: str) -> bool:
     """Returns whether a file is not of JAX, Flax or jshard (its models are users')."""
     models = file.startswith((f"{_JSHARD}/models/", f"{_JSHARD}/recipes/"))
-    own = file.startswith((f"{_JSHARD}/", f"{_FLAX}/"))
-    return source_info_util.is_user_filename(file) and (models or not own)
+    return models or (source.is_user_filename(file) and not file.startswith(_LIBS))
 
 
 def is_of_forward_mode(error: Exception) -> bool:
     """Returns whether JAX refuses forward-mode derivatives of a ``custom_vjp``."""
-    text = str(error)
-    return "(jvp) to a custom_vjp function" in text or "'custom_lin'" in text
+    return any(x in str(error) for x in ("(jvp) to a custom_vjp", "'custom_lin'"))
 
 
 @contextlib.contextmanager

@@ -236,7 +236,7 @@ def differing(
     def rule(eqn: Any, entering: list[int]) -> list[int] | None:
         name, results = eqn.primitive.name, len(eqn.outvars)
         if name == "custom_lin":
-            refuse_forward_mode(line_of(eqn))
+            refuse_forward_mode(line_of(eqn, jaxpr.eqns))
         if name in jaxprs.COLLECTIVES or name == "axis_index":
             own = over(axes_of(eqn))
             equals = name in jaxprs.SUMS or name.startswith("all_gather")
@@ -260,17 +260,17 @@ def differing(
 
 
 def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
-    name = _gathered_in(eqn, jaxpr, names)
+    name, line = _gathered_in(eqn, jaxpr, names), line_of(eqn, jaxpr.eqns)
     if name is None:
         raise UserError(
-            f"{line_of(eqn)}: a branch or loop has collectives inside, and its "
+            f"{line}: a branch or loop has collectives inside, and its "
             "condition may differ by device, so that some devices would wait for the "
             "others; make the condition equal on all devices (jshard.pmean of what it "
             "is computed from), or move the collectives out"
         )
     module, _, _ = name.rpartition(".")
     raise UserError(
-        f"{line_of(eqn)}: a branch or loop calls {module or 'a unit'!r}, which gathers "
+        f"{line}: a branch or loop calls {module or 'a unit'!r}, which gathers "
         f"{name!r} with all devices, and its condition may differ by device; gather it "
         "before (full = jshard.gathered(module)) and call that inside, or make the "
         "condition equal on all devices (jshard.pmean of what it is computed from)"

@@ -257,8 +257,9 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
     eqn = jaxpr.eqns[index]
     outside = [other for other in jaxpr.eqns if other is not eqn]
     if call := jaxprs.find(outside, {"debug_callback", "debug_print", "io_callback"}):
+        line = jaxprs.line_of(call, outside)
         raise UserError(
-            f"mesh: pipe: {jaxprs.line_of(call)}: loss_fn prints or calls back outside "
+            f"mesh: pipe: {line}: loss_fn prints or calls back outside "
             "of the Stack's layers; leave that out, or leave pipe out of the mesh"
         )
 

@@ -71,8 +71,8 @@ def trace_layer(
     inputs = Inputs(weights, xs, inputs.carry, list(inputs.args))
     inputs = abstract(inputs)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
-    if lin := jaxprs.find(program.jaxpr.eqns, {"custom_lin"}):
-        refuse_forward_mode(jaxprs.line_of(lin))
+    if lin := jaxprs.find(eqns := program.jaxpr.eqns, {"custom_lin"}):
+        refuse_forward_mode(jaxprs.line_of(lin, eqns))
     check_partial_sums(program.jaxpr, places)
     count = len(jax.tree.leaves(shapes[0]))
     returned = _returned_weights(program.jaxpr, len(jax.tree.leaves(inputs.weights)))
@@ -129,10 +129,11 @@ class Layer:
     ):
         self._inputs, self._program, self.outputs = traced
         self.places, self.reshard = places, policy.reshard_after_forward
-        eqn = jaxprs.find(self._program.jaxpr.eqns, {"io_callback"})
+        eqns = self._program.jaxpr.eqns
+        eqn = jaxprs.find(eqns, {"io_callback"})
         if eqn is not None and policy.remat != "none":
             raise UserError(
-                f"{jaxprs.line_of(eqn)}: an io_callback in a unit whose backward "
+                f"{jaxprs.line_of(eqn, eqns)}: an io_callback in a unit whose backward "
                 "computes it again, which JAX refuses; use jax.pure_callback, or "
                 "remat='none' for this unit (policy.overrides)"
             )

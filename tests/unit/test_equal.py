@@ -336,8 +336,9 @@ class Tangent(Dense):
         lambda model, x: jax.vmap(jax.jacfwd(model[0]))(x),
         lambda model, x: jax.grad(lambda x: jnp.sum(tangent(model[0], x)))(x),
         lambda model, x: model[1](x),
+        lambda model, x: tangent(lambda x: lax.cond(True, model[0], jnp.sin, x), x),
     ],
-    ids=["jvp", "jacfwd", "grad of jvp", "within a unit"],
+    ids=["jvp", "jacfwd", "grad of jvp", "within a unit", "a branch"],
 )
 def test_forward_mode_through_a_unit_is_refused_by_the_users_line(result):
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY, units=(Residual, Tangent))
