@@ -248,8 +248,8 @@ def _places(
             )
         if padding is not None and padding_now(variable) is None:
             raise UserError(
-                f"parameter {name!r} of the state was set without its padding, to "
-                f"{padding.size} along a dimension of {padding.shape[padding.dim]}; "
+                f"parameter {name!r} of the state was set to an array without padding "
+                f"(a dimension of {padding.shape[padding.dim]} to {padding.size}); "
                 f"fsdp.put adds it: state = fsdp.put(state, {field}=values)"
             )
         gather = precision.gather
