@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jshard.fsdp.mesh import shard_axes
@@ -91,13 +92,17 @@ def tensor_scale(largest: jax.Array, dtype: Any) -> jax.Array:
     It is the smallest power of two above ``largest`` over the largest value of
     ``dtype``: dividing by it rounds nothing, so all hardware makes the same float8
     values, and bfloat16 holds their products with the scale exactly. With an infinity
-    or a NaN the scale is infinite, and the product NaN.
+    or a NaN the scale is infinite, and the product NaN. It is computed in integers:
+    XLA may divide by a constant as it likes.
     """
-    ratio = largest / float(jnp.finfo(dtype).max)
-    bits = lax.bitcast_convert_type(ratio, jnp.int32)
-    exponent = jnp.int32(0x7F800000)  # all bits but the sign's and the fraction's
-    below = lax.bitcast_convert_type(bits & exponent, jnp.float32)
-    return jnp.where(ratio < jnp.finfo(jnp.float32).tiny, 1, 2 * below)
+    most = int(np.float32(jnp.finfo(dtype).max).view(np.int32))
+    bits = lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
+    bits &= 0x7FFFFFFF  # a NaN may have a sign
+    # A fraction below that of the largest value takes the power before.
+    biased = (bits - (most & 0x7FFFFF) >> 23) - (most >> 23) + 128
+    power = jnp.where(bits >= 0x7F800000, 255, biased)
+    scale = lax.bitcast_convert_type(power << 23, jnp.float32)
+    return jnp.where(biased < 2, 1, scale)
 
 
 def to_float8(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:

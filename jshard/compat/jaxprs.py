@@ -17,9 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import source_info_util
 from jax.extend import core
-from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec
 
@@ -116,14 +114,6 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def scopes_of(eqn: Any) -> str:
     """Returns the name scopes in which an equation was traced, like "jvp(layers)/x"."""
     return str(eqn.source_info.name_stack)
-
-
-def line_of(eqn: Any) -> str:
-    """Returns where an equation was traced, as "FILE:LINE (FUNCTION)"."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    if frame is None:
-        return "unknown line"
-    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
 @contextlib.contextmanager
@@ -286,22 +276,6 @@ def without_dead_code(fn: Callable) -> Callable:
         return run_used(*needed, [*leaves, *traced.consts])
 
     return run
-
-
-def placeholder(
-    name: str, results: Callable[..., list[Any]], refuse: Callable[..., Any]
-) -> core.Primitive:
-    """Returns a primitive for what is taken out of a program again before it runs.
-
-    ``results`` returns the abstract results, given the primitive's parameters, and
-    ``refuse`` raises an error where it is differentiated or batched.
-    """
-    primitive = core.Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *_, **params: results(**params))
-    ad.primitive_jvps[primitive] = refuse
-    batching.primitive_batchers[primitive] = refuse
-    return primitive
 
 
 def needed_for(

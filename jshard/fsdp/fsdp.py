@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -15,27 +14,17 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
-from jshard.errors import UserError
 from jshard.four_bit.base import in_four_bits
-from jshard.fsdp import step
-from jshard.fsdp.checks import (
-    check_fields,
-    check_model,
-    check_precisions,
-    check_shapes,
-    check_trained,
-    check_units,
-    warn_of_parameters,
-)
-from jshard.fsdp.given import check_optimizer, check_unit_types, existing, from_seed
+from jshard.fsdp import checks, given, step
 from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
-from jshard.layout.batch import split_batch
+from jshard.layout.batch import check_fields, split_batch
 from jshard.layout.capacity import check_capacity
 from jshard.layout.initial_values import fill, mark_stacked, prepare
 from jshard.layout.memory_kinds import check_memory, on_device
+from jshard.layout.padding import pad
 from jshard.layout.state_layout import Layout, padded
 from jshard.layout.variables import is_variable
 from jshard.nn.adapted import start_magnitudes
@@ -80,17 +69,14 @@ class FSDP:
         self.mesh: Any = check_mesh(mesh)
         self.policy: Policy = policy or Policy()
         self.policy.check_groups(shards_of(mesh, split=True))
-        self.tensor_splits = {
-            tuple(path.split(".")): split
-            for path, split in (tensor_splits or {}).items()
-        }
+        splits = tensor_splits or {}
+        self.tensor_splits = {tuple(x.split(".")): split for x, split in splits.items()}
         check_memory(self.policy, mesh)
-        check_precisions(self.policy, mesh)
-        self.units = check_unit_types(units)
+        checks.check_precisions(self.policy, mesh)
+        self.units = given.check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        self._build = functools.partial(
-            step.build, self.units, tuple(self.tensor_splits)
-        )
+        paths = tuple(self.tensor_splits)
+        self._build = functools.partial(step.build, self.units, paths)
         self.compiler_options = xla_options.compiler_options(
             platform(mesh),
             mesh.size,
@@ -125,10 +111,8 @@ class FSDP:
           UserError: ``wrt`` selects no parameters, the optimizer does not keep layers
             apart, an override matches no module, or the memory is too small.
         """
-        create = self._creator(from_seed(make_model), optimizer, wrt)
-        if isinstance(seed, Integral) and not 0 <= seed < 2**32:
-            raise UserError(f"seed={seed}: give a whole number from 0 to 2**32 - 1")
-        seed_array = jnp.asarray(seed, jnp.uint32)
+        create = self._creator(given.from_seed(make_model), optimizer, wrt)
+        seed_array = given.checked_seed(seed)
         abstract = self._abstract(create, seed_array, optimizer)
         check_capacity(abstract, self.mesh.local_devices)
         if frozen is not None:
@@ -157,7 +141,7 @@ class FSDP:
         Raises:
           UserError: as ``init``, or the model does not hold full arrays.
         """
-        merge, values = existing(model)
+        merge, values = given.existing(model)
         create = self._creator(merge, optimizer, wrt)
         abstract = self._abstract(create, values, optimizer)
         check_capacity(abstract, self.mesh.local_devices)
@@ -184,35 +168,35 @@ class FSDP:
 
         Nothing is allocated. Raises the errors of ``init``.
         """
-        create = self._creator(from_seed(make_model), optimizer, wrt)
+        create = self._creator(given.from_seed(make_model), optimizer, wrt)
         return self._abstract(create, jnp.zeros((), jnp.uint32), optimizer)
 
     def _abstract(self, create: Callable, inputs: Any, optimizer: Any) -> TrainState:
         shapes = jax.eval_shape(create, inputs)
-        check_shapes(shapes, optimizer)
+        checks.check_shapes(shapes, optimizer)
         model = nnx.merge(shapes.graphdef, *shapes.model_arrays, copy=True)
         make_units(model, self.units)
-        check_model(model, self.policy, self.mesh)
+        checks.check_model(model, self.policy, self.mesh)
         check_pipeline(shapes.model_arrays, self.policy, self.mesh)
         layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
-        warn_of_parameters(model, shapes, layout)
+        checks.warn_of_parameters(model, shapes, layout)
         return layout.abstract(shapes)
 
     def _creator(
         self, make_model: Callable[[Any], nnx.Module], optimizer: Any, wrt: Any
     ) -> Callable[..., TrainState]:
         """Returns a function of the inputs of ``make_model``, and of ``frozen``."""
-        check_optimizer(optimizer)
+        given.check_optimizer(optimizer)
 
         def create(inputs: Any, frozen: Any = None) -> TrainState:
             model = make_model(inputs)
-            check_units(model, self.units)
+            checks.check_units(model, self.units)
             is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
             mark_stacked(model, self.layer_dims, is_parameter)
             prepare(model, self.policy, self.mesh, self.units, is_parameter)
             layers = layer_paths(model, self.units)
             graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
-            check_trained(arrays[0])
+            checks.check_trained(arrays[0])
             first = jnp.zeros((), jnp.int32)
             state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
             state = in_four_bits(state, self.policy, self.mesh, layers)
@@ -246,7 +230,7 @@ class FSDP:
           UserError: not a transformation; or (when called) examples do not divide, the
             loss is not made of Means, the state was made with other ones or donated.
         """
-        check_optimizer(optimizer)
+        given.check_optimizer(optimizer)
         return self._jit(step.train_step, loss_fn, optimizer, donate_argnums=0)
 
     def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
@@ -279,7 +263,7 @@ class FSDP:
         run.__name__ = fn.__name__  # that of the program
         options["compiler_options"] = self.compiler_options or None
         jitted = jax.jit(self._in_order(run), **options)
-        return Step(jitted, pace if self._on_cpus else None)
+        return Step(jitted, check_fields, pace if self._on_cpus else None)
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn
@@ -290,7 +274,7 @@ class FSDP:
 
     def _layout(self, state: TrainState) -> Layout:
         """Returns a state's layout; raises UserError if it is not like its model."""
-        check_fields(state)
+        checks.check_fields(state)
         layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
         layout.check_memory(state)
         return layout
@@ -317,8 +301,6 @@ class FSDP:
     def shard_examples(self, local_batch: Any) -> Any:
         """Makes global arrays for ``predict_step``, in which sequences are whole.
 
-        Without a "context" axis this is ``shard_batch``.
-
         Raises:
           UserError: the number of examples is not divisible by the mesh's devices.
         """
@@ -335,10 +317,25 @@ class FSDP:
         """
         check_kept(state)
         arrays = transfer.as_read(state.model_arrays, self.mesh)
-        model = nnx.merge(state.graphdef, *arrays, copy=True)
-        for _, module in list(nnx.iter_modules(model)):
-            of_one_device(module)
-        return model
+        return of_one_device(nnx.merge(state.graphdef, *arrays, copy=True))
+
+    def put(self, state: TrainState, **fields: Any) -> TrainState:
+        """Returns the state with other values in some fields: the inverse of ``fetch``.
+
+        ``fsdp.put(state, params=values)`` takes what ``fetch(state.params)`` returned,
+        changed. The rest stays. What is in 4 bits is rounded to them again.
+
+        Args:
+          state: a state.
+          **fields: full values of these fields, the same in each process.
+
+        Raises:
+          UserError: paths, shapes or dtypes are not the state's, or it was donated.
+        """
+        check_kept(state)
+        whole = jax.eval_shape(lambda: pad(state, None))
+        layout = Layout.of(whole, self.policy, self.mesh, self.tensor_splits)
+        return transfer.put_fields(state, layout.abstract(whole), fields)
 
     def fetch(self, tree: Any) -> Any:
         """Returns the full values on the host, as a tree of numpy arrays.

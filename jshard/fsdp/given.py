@@ -2,9 +2,11 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.errors import TraceContextError
@@ -12,6 +14,7 @@ from jax.core import Tracer
 
 from jshard.compat.flax_modules import is_pytree, record, unrecorded
 from jshard.errors import UserError
+from jshard.fsdp.state import check_kept
 from jshard.layout.specs import is_annotated
 from jshard.layout.variables import expose_arrays, reachable, variables
 from jshard.unit.calls import variables_in
@@ -68,6 +71,13 @@ def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:
     return make
 
 
+def checked_seed(seed: Any) -> jax.Array:
+    """Returns a seed as an array; raises UserError if 32 bits do not hold it."""
+    if isinstance(seed, Integral) and int(seed) not in range(2**32):
+        raise UserError(f"seed={seed}: give a whole number from 0 to 2**32 - 1")
+    return jnp.asarray(seed, jnp.uint32)
+
+
 def _check_is_new(model: nnx.Module) -> None:
     for _, variable in variables(model):
         try:
@@ -83,7 +93,8 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
     """Returns a function that makes copies of ``model`` from its values, and these.
 
     Raises:
-      UserError: it is not a model, or its arrays are not all on this process.
+      UserError: it is not a model, or its arrays are not all on this process, or were
+        donated with a state.
     """
     _refuse_linen("model is", model)
     if not isinstance(model, nnx.Module):
@@ -95,6 +106,7 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
     graphdef, values = nnx.split(model)
     for restore in undo:
         restore()
+    check_kept(values)
     for path, leaf in nnx.to_flat_state(values):
         for value in jax.tree.leaves(leaf):
             full = isinstance(value, (np.ndarray, np.generic, int, float, complex))

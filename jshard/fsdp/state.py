@@ -73,6 +73,22 @@ class TrainState:
         """Returns (path, variable) of the trained, then of the frozen parameters."""
         return [*nnx.to_flat_state(self.params), *nnx.to_flat_state(self.frozen)]
 
+    def copy(self) -> "TrainState":
+        """Returns a state with arrays of its own, which train steps do not reuse.
+
+        ``copy.deepcopy`` does the same.
+
+        Raises:
+          UserError: the state was donated to a train step.
+        """
+        check_kept(self)
+        own = lambda x: jax.device_put(x, x.sharding, may_alias=False)
+        return jax.tree.map(lambda x: own(x) if isinstance(x, jax.Array) else x, self)
+
+    def __deepcopy__(self, memo: dict) -> "TrainState":
+        """Returns ``copy()``."""
+        return self.copy()
+
     def with_ema_params(self) -> "TrainState":
         """Returns this state with the averages as its parameters, cast to their dtypes.
 
@@ -80,8 +96,9 @@ class TrainState:
         used. Everything else stays as it is.
 
         Raises:
-          UserError: the state has no averages.
+          UserError: the state has no averages, or was donated to a train step.
         """
+        check_kept(self)
         if self.ema is None:
             raise UserError(
                 "the state has no averages of its parameters; "
@@ -101,43 +118,86 @@ class TrainState:
 
 def check_kept(tree: Any) -> None:
     """Raises UserError if arrays of a state, or of a part of it, were donated."""
-    for x in jax.tree.leaves(tree):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
-            raise UserError(
-                "the state was donated to a train step, which reused its memory; go on "
-                "with the state that the step returned: "
-                "state, metrics = train_step(state, batch)"
-            )
+    if _is_donated(tree):
+        raise UserError(
+            "the state was donated to a train step, which reused its memory; go on "
+            "with the state that the step returned: state, metrics = train_step(state, "
+            "batch), and give the step state.copy() to keep this one"
+        )
+
+
+def _is_donated(tree: Any) -> bool:
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    return any(x.is_deleted() for x in arrays if not isinstance(x, Tracer))
+
+
+_DEBUGGED = {"jax_debug_nans": jnp.isnan, "jax_debug_infs": jnp.isinf}
+
+
+def _debugged(fn: Callable, options: list[str]) -> Callable:
+    """Returns a step that does what options of JAX ask for, on its results.
+
+    JAX itself would run the step again and again, and not find the operation.
+    """
+
+    def run(*args: Any) -> Any:
+        with jax.debug_nans(False), jax.debug_infs(False):
+            outputs = fn(*args)
+            for path, x in jax.tree_util.tree_leaves_with_path(outputs):
+                if isinstance(x, Tracer) or not jnp.issubdtype(x.dtype, jnp.inexact):
+                    continue
+                x = jax.device_put(x, jax.memory.Space.Device)
+                for option in options:
+                    if _DEBUGGED[option](x).any():
+                        raise FloatingPointError(
+                            f"{option}: the step returned {option[10:-1]} in result"
+                            f"{jax.tree_util.keystr(path)}; within a step no operation "
+                            "is named: docs/how_to/nan.md says how to find it"
+                        )
+        return outputs
+
+    return run
 
 
 Result = TypeVar("Result", covariant=True)
 
 
 class Step(Generic[Result]):
-    """A jitted step that refuses a state that was donated.
+    """A jitted step that refuses a state or a batch that was donated.
 
     JAX itself may end the process (SIGSEGV: 0.10.2, eight CPU devices). Other
     attributes (``lower``, ``trace``) are those of the jitted function.
     """
 
-    def __init__(self, jitted: Any, after: Callable | None = None):
-        """Wraps what ``jax.jit`` returned; ``after`` is given each result."""
-        self._jitted, self._after = jitted, after
+    def __init__(self, jitted: Any, check: Callable, after: Callable | None = None):
+        """Wraps what ``jax.jit`` returned.
+
+        ``check`` is given each batch, and ``after`` each result.
+        """
+        self._jitted, self._check, self._after = jitted, check, after
         functools.update_wrapper(self, jitted)
 
     def __call__(self, state: TrainState, batch: Any) -> Result:
         """Runs the step.
 
         Raises:
-          UserError: the state was donated, or is none, or a layer left an array outside
-            of its call.
+          UserError: state or batch was donated, or is none, or a layer left an array
+            outside of its call.
         """
         if not isinstance(state, TrainState):
             name = type(state).__name__
             raise UserError(f"a step takes the state of fsdp.init, not a {name}")
         check_kept(state)
+        self._check(batch)
+        if _is_donated(batch):
+            raise UserError(
+                "the batch was donated to a predict step (donate_batch=True), which "
+                "reused its memory; make it again with fsdp.shard_examples"
+            )
+        debugged = [x for x in _DEBUGGED if getattr(jax.config, x)]
+        run = _debugged(self._jitted, debugged) if debugged else self._jitted
         try:
-            outputs = self._jitted(state, batch)
+            outputs = run(state, batch)
         except jax.errors.UnexpectedTracerError as error:
             raise UserError(
                 "an array that a layer in units=, or a function that JAX traced, put "

@@ -50,11 +50,12 @@ def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:
 
 def check_fields(batch: Any) -> None:
     """Raises UserError for what is no array of numbers, by the field's name."""
-    lists = lambda x: isinstance(x, list) and all(isinstance(y, Number) for y in x)
+    plain = (Number, str, bytes)
+    lists = lambda x: isinstance(x, list) and all(isinstance(y, plain) for y in x)
     for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=lists):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         field = f"batch field {name!r}" if name else "batch"
-        if isinstance(x, list):
+        if isinstance(x, list) and all(isinstance(y, Number) for y in x):
             raise UserError(
                 f"{field} is a list of {len(x)} numbers, that many scalars; "
                 "make it an array (np.asarray)"

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.compat import host_arrays
+from jshard.compat.programs import primitives
 from jshard.errors import UserError
 from jshard.fsdp.policy import Policy
 
@@ -45,5 +45,5 @@ def check_memory(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
 
 
 def typed_as_device(x: jax.Array) -> jax.Array:
-    """Types ``x`` as a device array without moving it (``compat.host_arrays``)."""
-    return host_arrays.typed_as_device(x) if on_host(x) else x
+    """Types ``x`` as a device array without moving it (``compat.primitives``)."""
+    return primitives.typed_as_device(x) if on_host(x) else x

@@ -16,7 +16,7 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import Precision, is_float, is_quantized
 from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.memory_kinds import HOST, on_host
-from jshard.layout.padding import PADDING, pad, padding_of
+from jshard.layout.padding import PADDING, pad, padding_now, padding_of
 from jshard.layout.placement import Placement
 from jshard.layout.specs import (
     follow,
@@ -238,12 +238,19 @@ def _places(
             precision = Precision()
         parts = found.get(path, WHOLE)
         dim, padding = sharded_dim(variable, policy, mesh, parts)
+        name, field = ".".join(map(str, path)), "params" if trainable else "frozen"
         if padding != padding_of(variable):
-            name = ".".join(map(str, path))
             raise UserError(
                 f"parameter {name!r} of the state is not sharded for this mesh "
                 f"{dict(mesh.shape)}; make or restore the state with the FSDP whose "
-                "steps take it"
+                f"steps take it, or put other values into one: state = fsdp.put(state, "
+                f"{field}=values)"
+            )
+        if padding is not None and padding_now(variable) is None:
+            raise UserError(
+                f"parameter {name!r} of the state was set to an array without padding "
+                f"(a dimension of {padding.shape[padding.dim]} to {padding.size}); "
+                f"fsdp.put adds it: state = fsdp.put(state, {field}=values)"
             )
         gather = precision.gather
         if isinstance(variable, nnx.LoRAParam) and is_quantized(gather):

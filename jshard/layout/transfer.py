@@ -1,6 +1,7 @@
 """Copies arrays from the host to the shards of a mesh, and back."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jshard.errors import UserError
 from jshard.four_bit.base import decoded, decoded_spec, encode_layers, four_bit_of
+from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device
 from jshard.layout.padding import exact_values, padding_now
 from jshard.layout.variables import is_variable
@@ -61,6 +64,73 @@ def put_state(values: nnx.State, like: nnx.State) -> nnx.State:
         return leaf.copy(jax.tree.map(put, value, leaf.get_raw_value()))
 
     return nnx.map_state(put_leaf, like)
+
+
+def put_fields(
+    state: TrainState, like: TrainState, fields: Mapping[str, Any]
+) -> TrainState:
+    """Returns a state with full values, as of ``fetch_exact``, in some fields.
+
+    Raises:
+      UserError: the values are not those of the abstract state ``like``, by path.
+    """
+    known = {x.name for x in dataclasses.fields(like) if not x.metadata.get("static")}
+    if unknown := fields.keys() - known:
+        names = ", ".join(sorted(known))
+        raise UserError(f"fsdp.put: a state has {names}, but no {min(unknown)!r}")
+    new = {name: _put_field(name, x, getattr(like, name)) for name, x in fields.items()}
+    return dataclasses.replace(state, **new)
+
+
+def _put_field(field: str, values: Any, like: Any) -> Any:
+    def by_path(tree: Any) -> dict[str, Any]:
+        flat = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
+        name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+        return {f"{field}.{name(path)}".rstrip("."): leaf for path, leaf in flat}
+
+    given, leaves = by_path(values), by_path(like)
+    for name in sorted(leaves.keys() - given.keys()):
+        raise UserError(f"fsdp.put: the values have no {name!r}, which the state has")
+    for name in sorted(given.keys() - leaves.keys()):
+        raise UserError(f"fsdp.put: the state has no {name!r}, which the values have")
+    put = [_put_leaf(name, given[name], leaf) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(like, is_leaf=is_variable), put)
+
+
+def _put_leaf(name: str, value: Any, like: Any) -> Any:
+    arrays, types = (jax.tree.leaves(x) for x in (value, jax.eval_shape(_full, like)))
+    arrays = [fetch(x) for x in arrays]
+    found, wanted = (
+        ", ".join(f"{x.dtype}{list(x.shape)}" for x in parts)
+        for parts in (arrays, types)
+    )
+    if found != wanted:
+        raise UserError(
+            f"fsdp.put: {name!r} is given as {found}, and must be {wanted}, as "
+            "fsdp.fetch returns it"
+        )
+    four_bit = four_bit_of(like) if is_variable(like) else None
+    if four_bit is not None:
+        (values,), layers = arrays, like.get_value().shape[:-1]
+        arrays = [encode_layers(four_bit, layers, lambda index: values[index])]
+    return jax.tree.unflatten(
+        jax.tree.structure(like), map(_put_typed, arrays, jax.tree.leaves(like))
+    )
+
+
+def _full(leaf: Any) -> Any:
+    """Returns what is fetched of an array or variable."""
+    if is_variable(leaf):
+        leaf = decoded(exact_values(leaf))
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, leaf)
+
+
+def _put_typed(array: np.ndarray, like: Any) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        impl = jax.random.key_impl(jnp.empty((), like.dtype))
+        return put(jax.random.wrap_key_data(jnp.asarray(array), impl=impl), like)
+    return put(array, like)
 
 
 def fetch_exact(leaf: Any) -> Any:

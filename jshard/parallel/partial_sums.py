@@ -11,6 +11,7 @@ from typing import Any
 from jax.extend import core
 
 from jshard.compat import jaxprs
+from jshard.compat.programs import lines
 from jshard.errors import UserError
 from jshard.fsdp.mesh import TENSOR
 from jshard.fsdp.precision import is_float
@@ -98,7 +99,7 @@ def _of_partial_sums(eqn: Any, name: str, kinds: list[int], over_tensor: bool) -
         what = f"is {name!r} linear in sums over split features?"
         how = "compare a step with one device's (jshard.testing.check_step)"
         warnings.warn(
-            f"mesh: tensor: {what} ({jaxprs.line_of(eqn)}); {how}", stacklevel=2
+            f"mesh: tensor: {what} ({lines.line_of(eqn)}); {how}", stacklevel=2
         )
         return 0
-    raise UserError(f"mesh: tensor: {what} ({jaxprs.line_of(eqn)}); {how}")
+    raise UserError(f"mesh: tensor: {what} ({lines.line_of(eqn)}); {how}")

@@ -19,6 +19,8 @@ from jax.extend import core
 
 from jshard.collectives.gather import gather
 from jshard.compat import jaxprs
+from jshard.compat.programs import lines
+from jshard.compat.programs.primitives import placeholder
 from jshard.errors import UserError
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.policy import UnitPolicy
@@ -105,7 +107,7 @@ def _refuse(*_: Any, **params: Any) -> Any:
 _results = lambda layer, call: [
     x.update(weak_type=False) for x in jax.tree.leaves(call.carry)
 ]
-LAYERS = jaxprs.placeholder("layers_of_a_pipeline", _results, _refuse)
+LAYERS = placeholder("layers_of_a_pipeline", _results, _refuse)
 
 
 def leave_open(
@@ -256,8 +258,9 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
     eqn = jaxpr.eqns[index]
     outside = [other for other in jaxpr.eqns if other is not eqn]
     if call := jaxprs.find(outside, {"debug_callback", "debug_print", "io_callback"}):
+        line = lines.line_of(call, outside)
         raise UserError(
-            f"mesh: pipe: {jaxprs.line_of(call)}: loss_fn prints or calls back outside "
+            f"mesh: pipe: {line}: loss_fn prints or calls back outside "
             "of the Stack's layers; leave that out, or leave pipe out of the mesh"
         )
 

@@ -10,7 +10,7 @@ would keep the full weights of every layer.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax.core import Tracer
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.collectives.gather import gather
 from jshard.compat import jaxprs
+from jshard.compat.programs import lines
 from jshard.errors import UserError
 from jshard.fsdp.policy import (
     ATTENTION_OPERANDS,
@@ -71,6 +72,8 @@ def trace_layer(
     inputs = Inputs(weights, xs, inputs.carry, list(inputs.args))
     inputs = abstract(inputs)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
+    if lin := jaxprs.find(eqns := program.jaxpr.eqns, {"custom_lin"}):
+        refuse_forward_mode(lines.line_of(lin, eqns))
     check_partial_sums(program.jaxpr, places)
     count = len(jax.tree.leaves(shapes[0]))
     returned = _returned_weights(program.jaxpr, len(jax.tree.leaves(inputs.weights)))
@@ -81,6 +84,15 @@ def trace_layer(
         program = jaxprs.without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
     return inputs._replace(args=args), program, outputs
+
+
+def refuse_forward_mode(line: str) -> NoReturn:
+    """Raises UserError for a unit that is differentiated in forward mode."""
+    raise UserError(
+        f"{line}: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of "
+        "a jshard unit, or another function with a custom_vjp; use jax.vjp or "
+        "jax.grad, which nest, or call what jshard.gathered(unit) returns"
+    )
 
 
 def _returned_weights(jaxpr: core.Jaxpr, number: int) -> list[bool]:
@@ -118,10 +130,11 @@ class Layer:
     ):
         self._inputs, self._program, self.outputs = traced
         self.places, self.reshard = places, policy.reshard_after_forward
-        eqn = jaxprs.find(self._program.jaxpr.eqns, {"io_callback"})
+        eqns = self._program.jaxpr.eqns
+        eqn = jaxprs.find(eqns, {"io_callback"})
         if eqn is not None and policy.remat != "none":
             raise UserError(
-                f"{jaxprs.line_of(eqn)}: an io_callback in a unit whose backward "
+                f"{lines.line_of(eqn, eqns)}: an io_callback in a unit whose backward "
                 "computes it again, which JAX refuses; use jax.pure_callback, or "
                 "remat='none' for this unit (policy.overrides)"
             )

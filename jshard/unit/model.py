@@ -182,10 +182,12 @@ def over_all_devices(module: Any) -> None:
         )
 
 
-def of_one_device(module: Any) -> None:
+def of_one_device(model: nnx.Module) -> nnx.Module:
     """Undoes ``over_all_devices``, for calls outside a step, without mesh axes."""
-    if isinstance(module, nnx.BatchNorm) and {*names_of(module.axis_name)} <= {*AXES}:
-        module.axis_name = None
+    for _, x in list(nnx.iter_modules(model)):
+        if isinstance(x, nnx.BatchNorm) and {*names_of(x.axis_name)} <= {*AXES}:
+            x.axis_name = None
+    return model
 
 
 def written(

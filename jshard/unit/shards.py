@@ -8,23 +8,66 @@ Variable has the full weight as its leaf, so no model code can compute with a sh
 accident.
 """
 
+import contextlib
 import dataclasses
 import functools
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend import core
 
 from jshard.collectives.gather import all_gather
+from jshard.compat import jaxprs
 from jshard.compat.jaxprs import Static
-from jshard.errors import UserError
+from jshard.compat.programs import lines
+from jshard.errors import UserError, some_of
+from jshard.fsdp.scopes import within
 from jshard.layout.placement import Placement
 from jshard.layout.variables import opened
+
+# (name, user's line) of each weight that what is being traced gathers outside of its
+# unit, and the scope of that gather, by index.
+_READS: ContextVar[list[tuple[str, str]]] = ContextVar("reads outside of units")
+_SCOPE = "read {} outside of its unit"
+
+
+@contextlib.contextmanager
+def noting_reads() -> Iterator[list[tuple[str, str]]]:
+    """Yields the list of what is traced inside, for ``tell_of_reads``."""
+    reads: list[tuple[str, str]] = []
+    with within(_READS, reads):
+        yield reads
+
+
+def tell_of_reads(reads: list[tuple[str, str]], program: core.ClosedJaxpr) -> None:
+    """Warns once of the weights that a program reads outside of their units.
+
+    What it does not need is no read: that of a shape, or of a module that is printed.
+    """
+    if not reads:
+        return
+    needed = jaxprs.nested(jaxprs.without_unused(program).jaxpr.eqns)
+    scopes = "\n".join({jaxprs.scopes_of(eqn) for eqn in needed})
+    found = [read for i, read in enumerate(reads) if _SCOPE.format(i) in scopes]
+    names = dict(reversed(found))  # with their first lines
+    if not names:
+        return
+    (name, line), *more = reversed(names.items())
+    others = some_of([repr(name) for name, _ in more], limit=3)
+    others = f"; so are {len(more)} more: {others}" if more else ""
+    warnings.warn(
+        f"parameter {name!r} is read outside of its unit, or handed to a transform "
+        f"({line}): it is gathered there, whole, each time; to gather once, read it "
+        f"from jshard.gathered(unit){others}",
+        stacklevel=2,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +80,33 @@ class Shard:
 
     def whole(self) -> jax.Array:
         """Returns the gathered weight, for a read outside the parameter's unit."""
-        if self.place.dim is not None:
-            warnings.warn(
-                f"parameter {self.name!r} is read outside of its unit, or handed to a "
-                "transform: it is gathered there, whole, each time; to gather once, "
-                "read it from jshard.gathered(unit)",
-                stacklevel=2,
-            )
-        return self.gathered()
+        if self.place.dim is None:
+            return self.gathered()
+        reads = _READS.get()
+        scope = _SCOPE.format(len(reads))
+        reads.append((self.name, lines.line_here()))
+        with jax.named_scope(scope):
+            return self.gathered()
 
     def gathered(self) -> jax.Array:
         """Returns the gathered weight."""
         return self.place.decoded(all_gather(self.array, self.place))
 
+    @property
+    def type(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of the weight, which is not gathered for them."""
+        return jax.eval_shape(self.gathered)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.whole(), name)
+        known = name in ("shape", "dtype", "ndim", "size")
+        return getattr(self.type if known else self.whole(), name)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise UserError(
             f"parameter {self.name!r} is changed in part outside of its unit, which "
-            "holds a shard; set its whole value"
+            "holds a shard; set its whole value (kernel[...] = weight)"
         )
 
     def __jax_array__(self) -> jax.Array:
@@ -83,6 +131,27 @@ class _Sharded(nnx.Variable):
     def __init_subclass__(cls) -> None:
         unflatten = functools.partial(_unflatten, cls)
         jax.tree_util.register_pytree_with_keys(cls, _flatten, unflatten)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        shard = shard_of(self)
+        return super().shape if shard is None else shard.type.shape
+
+    def set_value(self, value: Any, **index: Any) -> None:
+        """Sets the value; all of it with the index ``...``, too."""
+        shard = shard_of(self)
+        if shard is not None and _is_whole(index.get("index", 0)):
+            # Flax writes into an array, of which nothing is left.
+            self.set_raw_value(jnp.zeros(shard.type.shape, shard.type.dtype))
+        super().set_value(value, **index)
+
+
+def _is_whole(index: Any) -> bool:
+    """Returns whether an index selects all of any array."""
+    parts = index if isinstance(index, tuple) else (index,)
+    full = lambda part: isinstance(part, slice) and part == slice(None)
+    return all(part is Ellipsis or full(part) for part in parts)
 
 
 def _flatten(variable: nnx.Variable) -> tuple[tuple, tuple]:

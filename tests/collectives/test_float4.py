@@ -1,5 +1,6 @@
 """Four bits, their scales, and the random bits that round them, number by number."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -163,8 +164,11 @@ def test_scales_are_repeated_for_the_values_of_their_blocks():
 @pytest.mark.parametrize(
     ("dtype", "most"), [("float8_e4m3fn", 448), ("float8_e5m2", 57344)]
 )
-def test_a_tensor_scale_is_the_smallest_power_above_the_ratio(dtype, most):
-    scale = lambda x: float(quantized.tensor_scale(jnp.float32(x), jnp.dtype(dtype)))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_tensor_scale_is_the_smallest_power_above_the_ratio(dtype, most, compiled):
+    of = functools.partial(quantized.tensor_scale, dtype=jnp.dtype(dtype))
+    of = jax.jit(of) if compiled else of
+    scale = lambda x: float(of(jnp.float32(x)))
     assert scale(most) == 2  # above, also where the ratio is a power
     assert scale(np.nextafter(np.float32(most), np.float32(0))) == 1
     assert scale(3 * most) == 4

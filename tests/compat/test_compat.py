@@ -23,10 +23,10 @@ from jobs import free_port
 from jshard.compat import (
     absent_gpus,
     flax_modules,
-    host_arrays,
     jaxprs,
     orbax,
     plugin_log,
+    primitives,
     xla_options,
 )
 from jshard.compat.coordination import KeyValueStore
@@ -122,7 +122,7 @@ def test_host_arrays_pass_for_device_arrays():
     x = jax.device_put(jnp.arange(3.0), host)
 
     def read(x: jax.Array) -> jax.Array:
-        typed = host_arrays.typed_as_device(x)
+        typed = primitives.typed_as_device(x)
         assert jax.typeof(typed).memory_space == jax.memory.Space.Device
         return jax.device_put(typed, jax.memory.Space.Device) * 2
 

@@ -242,6 +242,15 @@ def called(module, x):
     return mean(module(x))
 
 
+def called_as_set(module, x):
+    """A module whose weights are set first, as ``nnx.SpectralNorm`` does."""
+    for value in params(module):
+        value[...] = jnp.tanh(value[...])
+    for value in params(module)[:1]:
+        value[:] = 0.5  # is broadcast, in the dtype that there is
+    return called(module, x)
+
+
 def called_in_remat(module, x):
     return mean(nnx.remat(lambda module, x: module(x))(module, x))
 

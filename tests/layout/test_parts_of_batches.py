@@ -190,7 +190,8 @@ def test_an_abstract_batch_is_that_of_all_processes(monkeypatch):
         ({"o": {"p": np.array([None] * 8)}}, "batch field 'o.p' has the dtype object"),
         ({"t": np.zeros(8, "datetime64[s]")}, "batch field 't' has the dtype datetime"),
         ({"y": [0.5] * 8}, "batch field 'y' is a list of 8 numbers"),
-        (["a"] * 8, "batch field '0' has the dtype <U1"),
+        (["a"] * 8, "batch has the dtype <U1"),
+        ({"names": ["a", "bc"]}, "batch field 'names' has the dtype <U2"),
     ],
 )
 def test_fields_that_are_no_arrays_of_numbers_are_refused_by_name(batch, message):

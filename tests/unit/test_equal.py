@@ -4,6 +4,7 @@
 # pyright: reportIncompatibleMethodOverride=false
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -314,14 +315,41 @@ def test_a_learned_weight_trains_as_on_one_device(accumulate):
 # Forward mode.
 
 
-def test_forward_mode_through_a_unit_is_refused_in_words():
-    def loss(model, x):
-        _, tangent = jax.jvp(model, (x,), (jnp.ones_like(x),))
-        return jshard.Mean(jnp.sum(tangent), len(x))
+def tangent(model, x):
+    return jax.jvp(model, (x,), (jnp.ones_like(x),))[1]
 
-    fsdp = jshard.FSDP(jshard.make_mesh(), POLICY, units=(Residual,))
-    state = fsdp.init(lambda rngs: nnx.Sequential(Residual(rngs)), TX)
-    batch = fsdp.shard_batch(np.asarray(example()))
+
+class Tangent(Dense):
+    """Asks for it within another unit."""
+
+    def __init__(self, rngs):
+        self.inner = jshard.Unit(Residual(rngs))
+
+    def __call__(self, x):
+        return tangent(self.inner, x)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda model, x: tangent(model[0], x),
+        lambda model, x: jax.vmap(jax.jacfwd(model[0]))(x),
+        lambda model, x: jax.grad(lambda x: jnp.sum(tangent(model[0], x)))(x),
+        lambda model, x: model[1](x),
+        lambda model, x: tangent(lambda x: lax.cond(True, model[0], jnp.sin, x), x),
+    ],
+    ids=["jvp", "jacfwd", "grad of jvp", "within a unit", "a branch"],
+)
+def test_forward_mode_through_a_unit_is_refused_by_the_users_line(result):
+    fsdp = jshard.FSDP(jshard.make_mesh(), POLICY, units=(Residual, Tangent))
+    state = fsdp.abstract_state(
+        lambda rngs: nnx.List([Residual(rngs), Tangent(rngs)]), TX
+    )
+
+    def loss(model, x):
+        return jshard.Mean(jnp.sum(result(model, x)), len(x))
+
+    ours = rf"^{re.escape(__file__)}:\d+ \(.*forward-mode .*gathered"
     for step in (fsdp.train_step(loss, TX), fsdp.eval_step(loss)):
-        with pytest.raises(jshard.UserError, match=r"forward-mode .*gathered"):
-            step(state, batch)
+        with pytest.raises(jshard.UserError, match=ours):
+            step.trace(state, example())

@@ -113,8 +113,28 @@ def test_no_gathered_weight_is_kept_from_forward_to_backward(case):
     assert eight < 2 * LAYER + 8 * grow
 
 
-# By default test_closed_form.py has the memory of weights that are kept in groups, and
-# tests/fsdp/test_precision.py reads that what is not resharded is gathered once.
+class Matrix(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(jnp.zeros((WIDE.width, WIDE.width)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ self.kernel[...])
+
+
+# test_closed_form.py has the memory of weights that are kept in groups.
+def test_weights_that_are_not_resharded_are_kept_once():
+    layers, kernel = 16, 4 * WIDE.width**2
+    policy = jshard.Policy(min_shard_elements=0, reshard_after_forward=False)
+    fsdp, tx = jshard.FSDP(jshard.make_mesh(), policy), optax.sgd(0.1)
+    make_model = lambda rngs: nnx.Sequential(jshard.Stack(Matrix, layers, rngs=rngs))
+    state = fsdp.abstract_state(make_model, tx)
+    loss_fn = lambda model, x: jshard.Mean(jnp.sum(model(x)), len(x))
+    x = jax.ShapeDtypeStruct((DEVICES, WIDE.width), jnp.float32)
+    memory = temporary(fsdp.train_step(loss_fn, tx).lower(state, x))
+    # And two more are whole at a time, kept or not, with their gradients.
+    assert layers * kernel < memory < 1.5 * layers * kernel
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [False, True])
 def test_weights_are_kept_when_they_are_not_resharded(plain):

@@ -8,6 +8,7 @@ Every way to reach a weight, for every place that a module can have in a model.
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from filled import filled
 from parity import make_mesh
-from reach import PLACES, WAYS, called, indexed, leaves, values
+from reach import PLACES, WAYS, called, called_as_set, indexed, leaves, values
 from zoo_layers import WIDTH, Dense, Residual, example
 
 pytestmark = [
@@ -114,6 +115,11 @@ def test_a_weight_is_whole_however_it_is_reached(place):
     check(place, WAYS)
 
 
+@pytest.mark.parametrize("place", ["unit", "unit in stack"])
+def test_a_weight_that_is_set_from_outside_its_unit_is_that_of_one_device(place):
+    check(place, [called_as_set])
+
+
 # What is told of a read.
 
 
@@ -126,17 +132,34 @@ def read(place: str, way: Callable) -> None:
     step.trace(state, example())
 
 
-@pytest.mark.parametrize("place", ["unit", "opaque stack"])
-def test_a_read_from_outside_a_unit_is_told_of_with_the_parameters_name(place):
-    message = r"parameter 'module.*kernel' is read outside .* jshard.gathered\(unit\)"
-    with pytest.warns(UserWarning, match=message):
+@pytest.mark.parametrize(("place", "more"), [("unit", 1), ("opaque stack", 7)])
+def test_a_step_tells_once_of_what_it_reads_outside_units_and_names_the_line(
+    place, more
+):
+    with pytest.warns(UserWarning, match="is read outside") as told:
         read(place, indexed)
+    (message,) = (str(warning.message) for warning in told)
+    first = r"parameter 'module\.\S*bias' is read .* \(\S*reach\.py:\d+ \(indexed"
+    others = rf"jshard\.gathered\(unit\); so are {more} more: 'module\.\S*kernel'"
+    assert re.match(f"{first}.*{others}", message), message
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("place", ["unit", "unit in opaque unit", "opaque stack"])
 def test_a_unit_that_is_called_is_not_told_of(place):
     read(place, called)
+
+
+@pytest.mark.filterwarnings("error")
+def test_to_look_at_a_weights_shape_or_to_print_it_is_no_read():
+    def scaled(module, x):
+        kernel = module.kernel
+        assert kernel.shape == kernel[...].shape == jnp.shape(kernel) == (WIDTH, WIDTH)
+        assert (kernel.ndim, kernel.size, kernel.dtype) == (2, WIDTH**2, float)
+        assert str(module)  # as JAX does, for the name of a branch
+        return called(module, x)
+
+    read("unit", scaled)
 
 
 @pytest.mark.core

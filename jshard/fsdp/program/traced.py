@@ -15,11 +15,11 @@ from jshard.compat.jaxprs import (
     axes_of,
     groups_of,
     has,
-    line_of,
     open_inner,
     replay,
     scopes_of,
 )
+from jshard.compat.programs import lines
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes, sequence_axes
 from jshard.fsdp.program.refusals import check_keys, check_names, check_shards
@@ -30,6 +30,32 @@ from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means
 from jshard.unit.dataflow import dependencies, loop, through, union
+from jshard.unit.linearize import refuse_forward_mode
+from jshard.unit.shards import noting_reads, tell_of_reads
+
+
+def traced_once(
+    run: Callable, *inputs: Any, then: Callable | None = None
+) -> tuple[core.ClosedJaxpr, Any]:
+    """Returns the program of a step's model and loss, and its abstract results.
+
+    ``then(program, results)`` replaces both before reads are told, if given.
+
+    Raises:
+      UserError: a unit is differentiated in forward mode.
+    """
+    try:
+        with noting_reads() as reads:
+            traced, shapes = jax.make_jaxpr(run, return_shape=True)(*inputs)
+            if then is not None:
+                traced, shapes = then(traced, shapes)
+        tell_of_reads(reads, traced)
+        return traced, shapes
+    except (NotImplementedError, TypeError) as error:
+        if not lines.is_of_forward_mode(error):
+            raise
+        line = lines.line_of_error(error)
+    refuse_forward_mode(line)
 
 
 def once_checked(
@@ -160,12 +186,7 @@ def differing(
     def rule(eqn: Any, entering: list[int], *, final: bool = False) -> list[int] | None:
         name, results = eqn.primitive.name, len(eqn.outvars)
         if name == "custom_lin":
-            raise UserError(
-                f"{line_of(eqn)}: forward-mode differentiation (jax.jvp, jax.jacfwd, "
-                "jax.linearize) of a jshard unit, or another function with a "
-                "custom_vjp; use jax.vjp or jax.grad, which nest, or call what "
-                "jshard.gathered(unit) returns"
-            )
+            refuse_forward_mode(lines.line_of(eqn, jaxpr.eqns))
         if name in jaxprs.COLLECTIVES or name == "axis_index":
             own = over(axes_of(eqn))
             equals = name in jaxprs.SUMS or name.startswith("all_gather")
@@ -198,17 +219,17 @@ def differing(
 
 
 def _refuse(eqn: Any, jaxpr: Any, names: Sequence[str]) -> NoReturn:
-    name = _gathered_in(eqn, jaxpr, names)
+    name, line = _gathered_in(eqn, jaxpr, names), lines.line_of(eqn, jaxpr.eqns)
     if name is None:
         raise UserError(
-            f"{line_of(eqn)}: a branch or loop has collectives inside, and its "
+            f"{line}: a branch or loop has collectives inside, and its "
             "condition may differ by device, so that some devices would wait for the "
             "others; make the condition equal on all devices (jshard.pmean of what it "
             "is computed from), or move the collectives out"
         )
     module, _, _ = name.rpartition(".")
     raise UserError(
-        f"{line_of(eqn)}: a branch or loop calls {module or 'a unit'!r}, which gathers "
+        f"{line}: a branch or loop calls {module or 'a unit'!r}, which gathers "
         f"{name!r} with all devices, and its condition may differ by device; gather it "
         "before (full = jshard.gathered(module)) and call that inside, or make the "
         "condition equal on all devices (jshard.pmean of what it is computed from)"

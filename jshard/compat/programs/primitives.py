@@ -1,8 +1,11 @@
-"""A primitive that types an array in host memory as an array in device memory."""
+"""Primitives of jshard's own, in programs that it traces."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 _in_place = core.Primitive("host_array_as_device_array")
 _in_place.def_impl(lambda x: x)
@@ -22,3 +25,19 @@ def typed_as_device(x: jax.Array) -> jax.Array:
     ``offload="all"`` fail to trace or lower; nothing else is affected.
     """
     return _in_place.bind(x)
+
+
+def placeholder(
+    name: str, results: Callable[..., list[Any]], refuse: Callable[..., Any]
+) -> core.Primitive:
+    """Returns a primitive for what is taken out of a program again before it runs.
+
+    ``results`` returns the abstract results, given the primitive's parameters, and
+    ``refuse`` raises an error where it is differentiated or batched.
+    """
+    primitive = core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, **params: results(**params))
+    ad.primitive_jvps[primitive] = refuse
+    batching.primitive_batchers[primitive] = refuse
+    return primitive

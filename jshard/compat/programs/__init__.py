@@ -1,0 +1,1 @@
+"""Lines of the user in programs, and primitives of our own."""
