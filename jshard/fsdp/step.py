@@ -31,7 +31,7 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.program.refusals import check_means
-from jshard.fsdp.program.traced import differing, once_checked, traced_once
+from jshard.fsdp.program.traced import differing, once_checked, tracing
 from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
@@ -56,6 +56,7 @@ from jshard.unit.model import (
     say_what_is_written,
     written,
 )
+from jshard.unit.shards import tell_of_reads
 
 # build(graphdef, layout, params, frozen, model_state, training=...) -> a model
 Build = Callable[..., nnx.Module]
@@ -148,7 +149,9 @@ def eval_step(
         return *terms_of(loss_fn(model, batch)), None
 
     def local(arrays: ModelArrays, batch: Any) -> Means:
-        traced, shapes = traced_once(run, *arrays, batch)
+        with tracing() as reads:
+            traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+        tell_of_reads(reads, traced)
         check_means(traced.jaxpr, shapes)
         forward, _ = once_checked(traced, shapes, layout, arrays, (batch,))
         _, (means, _) = forward(*arrays, batch)
@@ -176,7 +179,9 @@ def predict_step(
         return fn(model_of(params, frozen, fold_streams(model_state, 0)), batch)
 
     def local(arrays: ModelArrays, batch: Any) -> Any:
-        traced, shapes = traced_once(run, *arrays, batch)
+        with tracing() as reads:
+            traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
+        tell_of_reads(reads, traced)
         differing(traced.jaxpr, layout, arrays, (batch,))
         return replay(traced, shapes)(*arrays, batch)
 
@@ -246,8 +251,10 @@ def train(
     if policy.accumulate > 1 or layout.stages:
         micro = split(batch, policy.accumulate)
     inputs = (batch,) if micro is None else first_of(micro)
-    then = functools.partial(say_what_is_written, layout=layout, arrays=arrays)
-    traced, shapes = traced_once(run, *arrays, *inputs, then=then)
+    with tracing() as reads:
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
+    traced, shapes = say_what_is_written(traced, shapes, layout, arrays)
+    tell_of_reads(reads, traced)
     forward, needs = once_checked(traced, shapes, layout, arrays, inputs)
     if policy.accumulate > 1:
         check_means(traced.jaxpr, shapes)

@@ -108,8 +108,9 @@ def _is_stream(leaf: Any) -> bool:
     """Returns whether a Variable or array has typed keys, but not those of Dropout."""
     if isinstance(leaf, DropoutKey):
         return False
-    dtype = getattr(_value_of(leaf), "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    value = _value_of(leaf)
+    is_array = isinstance(value, (jax.Array, jax.ShapeDtypeStruct))
+    return is_array and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _value_of(leaf: Any) -> Any:

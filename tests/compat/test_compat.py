@@ -26,11 +26,11 @@ from jshard.compat import (
     jaxprs,
     orbax,
     plugin_log,
-    primitives,
     xla_options,
 )
 from jshard.compat.coordination import KeyValueStore
 from jshard.compat.cudnn_calls import packed_attention
+from jshard.compat.programs import primitives
 from jshard.fsdp.mesh import make_mesh
 
 NAMED_TUPLES = {"_asdict", "_fields", "_replace"}  # documented

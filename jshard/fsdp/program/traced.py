@@ -1,7 +1,8 @@
 """What a step's forward does, once traced: it is checked, and never traced again."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -31,26 +32,20 @@ from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means
 from jshard.unit.dataflow import dependencies, loop, through, union
 from jshard.unit.linearize import refuse_forward_mode
-from jshard.unit.shards import noting_reads, tell_of_reads
+from jshard.unit.shards import noting_reads
 
 
-def traced_once(
-    run: Callable, *inputs: Any, then: Callable | None = None
-) -> tuple[core.ClosedJaxpr, Any]:
-    """Returns the program of a step's model and loss, and its abstract results.
-
-    ``then(program, results)`` replaces both before reads are told, if given.
+@contextlib.contextmanager
+def tracing() -> Iterator[list[tuple[str, str]]]:
+    """Traces of a step's model and loss go within; yields what ``tell_of_reads`` takes.
 
     Raises:
       UserError: a unit is differentiated in forward mode.
     """
     try:
         with noting_reads() as reads:
-            traced, shapes = jax.make_jaxpr(run, return_shape=True)(*inputs)
-            if then is not None:
-                traced, shapes = then(traced, shapes)
-        tell_of_reads(reads, traced)
-        return traced, shapes
+            yield reads
+        return
     except (NotImplementedError, TypeError) as error:
         if not lines.is_of_forward_mode(error):
             raise
