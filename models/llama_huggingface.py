@@ -15,7 +15,9 @@ from jshard.models.llama_families import FAMILIES
 from jshard.models.rope_huggingface import write_rope
 from jshard.models.tensor_places import linear
 
-__all__ = ["read_config", "tensors", "write_config"]
+__all__ = ["UNTIED", "read_config", "tensors", "write_config"]
+
+UNTIED = {"tied": False}
 
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:

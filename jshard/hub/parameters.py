@@ -19,6 +19,7 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
+from jshard.hub.tied_heads import other_head
 
 # How the names of what is read begin, but for frozen parameters.
 _BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")
@@ -68,6 +69,12 @@ def find_parameters(
                 "checkpoint.restore_optimizer"
             )
         check_safetensors(path, state, tensors)
+        if tensors and (head := other_head(path, tensors)):
+            raise UserError(
+                f"{path}: {head} is not the embedding, to which the model here ties "
+                "its head: of GPT-2 and Llama set --config.model.tied=False; another "
+                "cannot have it, so remove the tensor"
+            )
         return source
     folder = find_step(path)
     targets, sources = match_parameters(folder, state, optimizer)
