@@ -21,6 +21,7 @@ from typing import ClassVar, NoReturn
 import jax
 
 from jshard.cli.command import OUT_OF_MEMORY, expected_ending
+from jshard.cli.terminal import is_terminal
 from jshard.cli.user_code import describe_user_error
 from jshard.compat.coordination import KeyValueStore
 from jshard.distributed.heartbeat import Heartbeat
@@ -274,5 +275,5 @@ def _describe(error: BaseException) -> tuple[int, str]:
 
 def print_line(text: str) -> None:
     """Prints a line to standard error, from any thread."""
-    newline = "\n" if sys.stdout.isatty() else ""  # below the live line
+    newline = "\n" if is_terminal(sys.stdout) else ""  # below the live line
     os.write(2, f"{newline}jshard: {text}\n".encode())

@@ -129,7 +129,7 @@ def _about(
     splits: NamedSplits,
 ) -> str:
     """Says what the files of a folder are taken for."""
-    text = f"{root}: {len(chosen)} files of {kind}"
+    text = f"{root}: {len(chosen)} file{'s' * (len(chosen) > 1)} of {kind}"
     if others := [_name(x, root) for x in sorted({*files} - {*chosen})]:
         text += f", and {len(others)} that are not read ({some_of(others, limit=3)})"
     return "; ".join(filter(None, (text, str(splits))))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from jshard.checkpoint.buckets.files import downloaded
 from jshard.cli.paths import is_bucket
-from jshard.cli.terminal import show
+from jshard.cli.terminal import is_terminal, show
 from jshard.errors import UserError
 from jshard.hub.online.failures import explained, lacks, passes, reason
 from jshard.hub.online.names import COMMIT, Name, parse
@@ -208,7 +208,7 @@ def _bars(shown: bool) -> Any:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})
 
-    return tqdm if shown and sys.stderr.isatty() else NoBar
+    return tqdm if shown and is_terminal(sys.stderr) else NoBar
 
 
 def _asks_hub() -> bool:
