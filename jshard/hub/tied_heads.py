@@ -6,6 +6,7 @@ of a head with other values it says so, and keeps it.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +55,10 @@ def _equal(one: Stored, other: Stored) -> bool:
     a, b = one.open(), other.open()
     rows = max(1, _COMPARED // max(1, int(np.prod(one.shape[1:]))))
     return all(
-        np.array_equal(*(np.asarray(x[i : i + rows]).astype(float) for x in (a, b)))
+        np.array_equal(_floats(a, i, rows), _floats(b, i, rows))
         for i in range(0, one.shape[0], rows)
     )
+
+
+def _floats(tensor: Any, start: int, rows: int) -> np.ndarray:
+    return np.asarray(tensor[start : start + rows]).astype(np.float64)

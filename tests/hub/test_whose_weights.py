@@ -24,7 +24,7 @@ from jshard.models import (
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.recipe.model_map import read_architecture
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 8, "sequence_length": 4, "num_layers": 1, "num_heads": 1, "width": 2,
 }  # fmt: skip
 TABLE = np.arange(16, dtype=np.float32).reshape(8, 2)
