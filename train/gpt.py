@@ -111,7 +111,7 @@ def get_config() -> ConfigDict:
                 "text_key": Key("text", "name of the text in JSONL and Parquet"),
                 "token_dtype": Key(
                     "uint16",
-                    "dtype of .bin files without a header",
+                    "dtype of raw .bin files",
                     choices=("uint16", "uint32", "int32", "int64"),
                 ),
                 "validation_fraction": Key(
