@@ -18,7 +18,7 @@ MOST_LINES = {
     "surface": 632,
     "plan": 5292,
     "training": 14689,
-    "checkpoint": 6371,
+    "checkpoint": 6376,
     "generation": 1214,
     "start-up note": 444,
     "fsdp": 2080,
