@@ -45,6 +45,7 @@ _INERT = """
     resid_pdrop summary_activation summary_first_dropout summary_proj_to_labels
     summary_type summary_use_proj
     """.split()
+UNTIED = {"tied": False}
 
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from jshard.models.llama_families import FAMILIES
 from jshard.models.rope_huggingface import write_rope
 from jshard.models.tensor_places import linear
 
-__all__ = ["read_config", "tensors", "write_config"]
+__all__ = ["UNTIED", "read_config", "tensors", "write_config"]
+
+UNTIED = {"tied": False}
 
 # The table of a tied head, and what the files call a head of its own.
 TIED_HEAD = ("embed.embedding", "lm_head.weight")

@@ -72,7 +72,7 @@ def get_config() -> ConfigDict:
             "data": {
                 "path": Key(
                     "",
-                    "text, JSONL, Parquet, or .bin files of tokens: a file or folder; "
+                    "text, JSONL, CSV, Parquet, or .bin of tokens: a file or folder; "
                     "by default the source of Python's standard library",
                     kind=Path,
                     hub="dataset",
@@ -110,7 +110,9 @@ def get_config() -> ConfigDict:
                 ),
                 "text_key": Key("text", "name of the text in JSONL and Parquet"),
                 "token_dtype": Key(
-                    "uint16", "dtype of .bin files", choices=("uint16", "uint32")
+                    "uint16",
+                    "dtype of raw .bin files",
+                    choices=("uint16", "uint32", "int32", "int64"),
                 ),
                 "validation_fraction": Key(
                     0.05,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jshard.cli.formatting import one_line, printable
-from jshard.cli.terminal import show
+from jshard.cli.terminal import open_outputs, show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError
 
@@ -36,6 +36,7 @@ def run_command(command: Callable[[list[str]], None]) -> None:
     Args:
       command: called with the arguments after the program's name.
     """
+    open_outputs()
     warnings.formatwarning = _format_warning
     try:
         command(sys.argv[1:])

@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import io
 import os
 import sys
 import termios
 from collections.abc import Iterator
+from typing import Any
 
 from jshard.cli.formatting import printable
 
@@ -19,7 +21,33 @@ def show(text: str, *, error: bool = False, end: str = "\n") -> None:
       end: What to print after it.
     """
     stream = sys.stderr if error else sys.stdout
-    print(printable(text), end=end, file=stream, flush=True)
+    if stream is None:  # it was closed when the process started
+        return
+    # A character that the output's encoding lacks is shown as Python writes it.
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    shown = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+    print(shown, end=end, file=stream, flush=True)
+
+
+def is_terminal(stream: Any) -> bool:
+    """Returns whether a standard stream is a terminal; a closed one is none."""
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def open_outputs() -> None:
+    """Makes what this process prints printable, whatever its outputs are.
+
+    A closed one becomes a file that nothing is kept of, before another file gets its
+    number, and characters that an encoding lacks are escaped.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def leave_closed_terminal() -> None:
@@ -51,6 +79,6 @@ def outliving_terminal() -> Iterator[None]:
 def _outputs() -> set[int]:
     numbers = {1, 2}
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, AttributeError):  # it is no file
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no file
             numbers.add(stream.fileno())
     return numbers

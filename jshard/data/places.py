@@ -42,13 +42,14 @@ class Cursor(Iterator[Any]):
       repeat: Whether to start again at its end.
 
     Attributes:
+      epoch: How often the source was read to its end.
       batched: Whether items are batches, as those of PyTorch's loaders are.
       resumes: Whether `state` leads back; if not, only reading from the start does.
     """
 
     def __init__(self, kind: str, open_source: Callable[[], Any], *, repeat: bool):
         self._kind, self._open, self._repeat = kind, open_source, repeat
-        self._epoch, self._seed = 0, 0
+        self.epoch, self._seed = 0, 0
         allow_grain_processes()
         self._begin(None)
 
@@ -57,13 +58,13 @@ class Cursor(Iterator[Any]):
         source = self._open()
         for one in (source, getattr(source, "dataset", source)):  # a loader's
             if hasattr(one, "set_epoch"):  # of `datasets`, for another order
-                one.set_epoch(self._epoch)
+                one.set_epoch(self.epoch)
         self.batched = is_torch(source, "DataLoader")
         methods = None if hasattr(source, "__next__") else state_methods(source)
         if methods and self.batched and source.generator is not None:
             # Its state has the order of an epoch, but not that of the next one.
             self._seed = self._seed or source.generator.initial_seed()
-            source.generator.manual_seed(self._seed + self._epoch)
+            source.generator.manual_seed(self._seed + self.epoch)
         if methods and state is not None:
             methods[1](copy.deepcopy(state))
         with opening_loader():
@@ -87,11 +88,11 @@ class Cursor(Iterator[Any]):
                 self._moved = True
                 return item
             if not self._moved and self._began_at is None:
-                again = " when it is read again" if self._epoch else ""
+                again = " when it is read again" if self.epoch else ""
                 raise UserError(f"data: {self._kind} has no examples{again}")
             if not self._repeat:
                 raise StopIteration
-            self._epoch += 1
+            self.epoch += 1
             self._begin(None)
 
     def close(self) -> None:
@@ -107,9 +108,9 @@ class Cursor(Iterator[Any]):
         if self._get is None:
             return None
         source = copy.deepcopy(self._get()) if self._moved else self._began_at
-        return {"epoch": self._epoch, "source": source}
+        return {"epoch": self.epoch, "source": source}
 
     def restore(self, state: Any) -> None:
         """Goes to where `state` was called, in this process or another."""
-        self._epoch = state["epoch"]
+        self.epoch = state["epoch"]
         self._begin(state["source"])

@@ -22,6 +22,7 @@ import jax
 
 from jshard.cli.command import OUT_OF_MEMORY, expected_ending
 from jshard.cli.formatting import printable
+from jshard.cli.terminal import is_terminal
 from jshard.cli.user_code import describe_user_error
 from jshard.compat.coordination import KeyValueStore
 from jshard.distributed.heartbeat import Heartbeat
@@ -278,5 +279,5 @@ def print_line(text: str) -> None:
 
     What another process said may hold what controls a terminal.
     """
-    newline = "\n" if sys.stdout.isatty() else ""  # below the live line
+    newline = "\n" if is_terminal(sys.stdout) else ""  # below the live line
     os.write(2, f"{newline}jshard: {printable(text)}\n".encode())

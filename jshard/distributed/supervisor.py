@@ -18,7 +18,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from jshard.cli.terminal import leave_closed_terminal, outliving_terminal, show
+from jshard.cli.terminal import (
+    is_terminal,
+    leave_closed_terminal,
+    outliving_terminal,
+    show,
+)
 from jshard.distributed.cluster import Cluster
 from jshard.distributed.status import (
     GRACE,
@@ -107,7 +112,7 @@ class _Supervisor:
             os.killpg(self._worker.pid, signal.SIGKILL)
         for thread in self._threads:  # reads the rest of the output
             thread.join(timeout=GRACE)
-        if code and sys.stdout.isatty():  # it may have died in its live line
+        if code and is_terminal(sys.stdout):  # it may have died in its live line
             sys.stdout.write(SHOW_CURSOR)
             sys.stdout.flush()
         return self._explain(code, why)

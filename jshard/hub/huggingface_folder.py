@@ -11,7 +11,7 @@ from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import is_bucket
 from jshard.errors import UserError, some_of
-from jshard.hub.online.download import cached, download, local_path
+from jshard.hub.online.download import cached, download, has_file, local_path
 from jshard.hub.online.failures import lacks
 from jshard.hub.online.names import parse
 from jshard.hub.quantised.methods import WHAT_WORKS, problem_of_config
@@ -51,12 +51,21 @@ def model_path(text: str | Path) -> Path:
     folder = local_path(text, (CONFIG, GENERATION, *TOKENIZER, INDEX))
     name = dataclasses.replace(name, commit=folder.name)
     files = weight_files(folder)
+    if files != [SINGLE] and not cached(name, files) and has_file(name, SINGLE):
+        files = [SINGLE]  # as in a folder that has both
     if not cached(name, files):
         download(name, files, f"{len(files)} file{'s' * (len(files) > 1)} of weights")
     if missing := [file for file in files if not (folder / file).exists()]:
         none = missing == [SINGLE]
         raise lacks(name, f"{SINGLE} or {INDEX}" if none else some_of(missing))
     return folder
+
+
+def has_weights(folder: Path) -> bool:
+    """Returns whether the files of a folder's weights are all there."""
+    return is_safetensors(folder) and all(
+        (folder / file).exists() for file in weight_files(folder)
+    )
 
 
 def is_somewhere(text: str | Path) -> bool:

@@ -19,6 +19,7 @@ from jshard.hub.safetensors_read import (
     is_safetensors,
     load_safetensors,
 )
+from jshard.hub.tied_heads import other_head
 from jshard.optim import counts
 
 # How the names of what is read begin, but for frozen parameters.
@@ -70,6 +71,12 @@ def find_parameters(
                 "checkpoint.restore_optimizer"
             )
         check_safetensors(path, state, tensors)
+        if tensors and (head := other_head(path, tensors)):
+            raise UserError(
+                f"{path}: {head} is not the embedding, to which the model here ties "
+                "its head: of GPT-2 and Llama set --config.model.tied=False; another "
+                "cannot have it, so remove the tensor"
+            )
         return source
     averages = optimizer and state.ema is not None
     if averages and jax.eval_shape(counts.updates, state.opt_state) is None:

@@ -4,6 +4,7 @@ The library checks the files. Its own slices (0.8) lack float8 in NumPy, and arr
 without elements.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,8 +144,12 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the names of a model's files: those of its index, or the single one."""
-    index = folder / INDEX
+    """Returns the names of a model's files: the single one, or those of its index.
+
+    Where a folder has both, the single file is the model, as for transformers: it was
+    saved over a model in several files.
+    """
+    index, single = folder / INDEX, folder / SINGLE
     if not index.exists():
         return [SINGLE]
     try:
@@ -152,7 +157,16 @@ def weight_files(folder: Path) -> list[str]:
         for file in files:
             path_inside(folder, file)
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        if single.exists():
+            return [SINGLE]
         raise UserError(f"cannot read {index}: {error!r}") from error
+    if files != [SINGLE] and single.exists():
+        warnings.warn(
+            f"{folder} holds {SINGLE}, which is read, and an {INDEX} of other files, "
+            "which are not",
+            stacklevel=2,
+        )
+        return [SINGLE]
     return files
 
 

@@ -11,7 +11,8 @@ a module with three functions, `model` being its config's group of that name:
   without stacking, like "blocks.3.up.kernel", one layer at a time.
 
 Where config.model.tied lets the head be an embedding, the module may say in `TIED_HEAD`
-which one, and what the files call a head of its own.
+which one, and what the files call a head of its own, and in `UNTIED` the keys of
+`model.*` for files with a head that config.json does not mention.
 
 An attribute `timm` is such a module for the folders of timm.
 """
@@ -21,6 +22,7 @@ import inspect
 import math
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from jshard.errors import UserError, some_of
 from jshard.hub import huggingface_folder as folders
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.download import cached_path, local_path
+from jshard.hub.tied_heads import other_head
 
 FROM = "from"  # the key in the group `model`
 SOURCE = f"model.{FROM}"
@@ -142,7 +145,7 @@ def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[st
     """
     content = folders.read_config(folder)
     try:
-        return huggingface.read_config(content)
+        return _with_head(folder, huggingface, huggingface.read_config(content))
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
     except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
@@ -151,6 +154,23 @@ def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[st
         ) from error
     except ValueError as error:  # of a number that is none
         raise UserError(f"{folder / folders.CONFIG}: {error}") from error
+
+
+def _with_head(
+    folder: Path, huggingface: types.ModuleType, model: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Unties the head of a model whose weights are there and have another one."""
+    untied = getattr(huggingface, "UNTIED", {})
+    if untied.items() <= model.items() or not folders.has_weights(folder):
+        return model
+    if head := other_head(folder, huggingface.tensors(model)):
+        warnings.warn(
+            f"{folder / folders.CONFIG} ties the head to the embedding, but {head} has "
+            "other values: it is not tied, as in transformers 5",
+            stacklevel=2,
+        )
+        return {**model, **untied}
+    return model
 
 
 def _recorded(workdir: Path, source: str) -> dict[str, Any] | None:

@@ -9,6 +9,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from jshard.cli.terminal import is_terminal
+
 
 class LiveLine(Progress):
     """Steps, a bar, and as much of a text as the terminal's width has room for.
@@ -28,7 +30,7 @@ class LiveLine(Progress):
             # Leaves numbers and paths uncoloured, and long lines for the terminal.
             console=_Console(highlight=False, soft_wrap=True),
             refresh_per_second=8,
-            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
+            redirect_stderr=is_terminal(sys.stderr),
             expand=True,
         )
         self.add_task("", total=steps, text="")
@@ -36,7 +38,7 @@ class LiveLine(Progress):
     def has_terminal(self) -> bool:
         """Returns whether standard output is a terminal that can redraw a line."""
         # FORCE_COLOR makes rich take a pipe for a terminal, so isatty is asked, too.
-        terminal = sys.stdout.isatty() and self.console.is_terminal
+        terminal = is_terminal(sys.stdout) and self.console.is_terminal
         return terminal and not self.console.is_dumb_terminal
 
     def print_above(self, text: str) -> None:

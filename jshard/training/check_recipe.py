@@ -9,6 +9,7 @@ from flax import nnx
 
 from jshard.data.batches import TrainingBatches, batches
 from jshard.data.dataset import Dataset, make_training_data, make_validation_data
+from jshard.data.files.noting import noted
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
@@ -36,8 +37,9 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     """
     job, config, peers = run.job, run.config, run.peers
     recipe, abstract_state, reader = job.recipe, run.abstract_state, run.reader()
-    train_data = make_training_data(recipe.make_data, config)
-    eval_data = make_validation_data(recipe.make_data, config)
+    with noted() as taken:
+        train_data = make_training_data(recipe.make_data, config)
+        eval_data = make_validation_data(recipe.make_data, config)
     data = {"train": train_data, "validation": eval_data}
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
@@ -54,6 +56,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     first = following.first
     if start.step:  # what is missing is an error before the state is restored
         run.filled(first.rows)
+    processes = reader["process_count"]
     once = contract.precompute(recipe.precompute, config)
     sample = contract.sample(recipe.sample, config)
     pictures = contract.sample_images(recipe.sample_images, config)
@@ -76,7 +79,11 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             recipe.references if jax.process_index() == 0 else None, config
         ),
         find_cause=_cause_finder(run, start.step, examples, train_data),
-        note=_note(train_data, saved, first.state, start, reader["process_count"]),
+        note=("\n" + " " * 16).join(
+            filter(
+                None, [_note(train_data, saved, first.state, start, processes), *taken]
+            )
+        ),
     )
     check_loggers(config)
     if config.checkpoint.every and run.bucket is None:

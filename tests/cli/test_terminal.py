@@ -1,7 +1,12 @@
 """Names, samples, configs and metadata of strangers do not control the terminal."""
 
 import ast
+import io
 import json
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,7 @@ from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.cli import command
 from jshard.cli.formatting import one_line, printable
-from jshard.cli.terminal import show
+from jshard.cli.terminal import _outputs, show
 from jshard.errors import Preempted, RunFailed
 from jshard.run.progress import ProgressDisplay
 from jshard.trained import generate_command
@@ -58,6 +63,43 @@ def test_what_is_shown(capsys):
     assert is_harmless(err)
     assert out.count(r"\x1b[2J") == 3
     assert err.count("\n") == 0
+
+
+def test_outputs_of_any_encoding_and_closed_ones_are_printed_to(monkeypatch):
+    latin = io.TextIOWrapper(io.BytesIO(), "latin-1")
+    monkeypatch.setattr(sys, "stdout", latin)
+    show("é is there, ∅ is not")
+    assert latin.buffer.getvalue() == b"\xe9 is there, \\u2205 is not\n"
+    ProgressDisplay(1).say("a")
+    latin.close()
+    for closed in (None, latin):
+        monkeypatch.setattr(sys, "stdout", closed)
+        monkeypatch.setattr(sys, "stderr", closed)
+        display = ProgressDisplay(1, enabled=False)
+        with display:
+            display.say("a")
+        assert not display._is_live
+        assert _outputs() == {1, 2}
+    monkeypatch.setattr(sys, "stdout", None)
+    show("a")
+
+
+def test_a_process_whose_outputs_are_closed_or_not_utf_8_prints_and_ends_with_0():
+    code = """
+import os, sys
+from jshard.cli.command import run_command
+def command(words):
+    assert os.open(os.devnull, os.O_RDONLY) > 2  # no file gets their numbers
+    print("\u2205", file=sys.stdout)
+    print("\u2205", file=sys.stderr)
+run_command(command)
+"""
+    words = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, env=environment, capture_output=True, check=True)
+    assert done.stdout == b"\\u2205\n"
+    assert done.stderr.endswith(b"\\u2205\n")
+    subprocess.run(f"{shlex.join(words)} >&- 2>&- <&-", shell=True, check=True)
 
 
 @pytest.mark.parametrize("kind", [jshard.UserError, RunFailed, Preempted])

@@ -43,7 +43,7 @@ def test_parts_are_filled_in_order_and_validation_is_apart(tmp_path):
     for name, size in sizes.items():
         (tmp_path / f"{name}.jsonl").write_bytes(b"x" * size)
     files = {tmp_path / f"{name}.jsonl": f"{name}.jsonl" for name in sizes}
-    parts = token_writer._plan(files, 10)
+    parts = token_writer._plan(token_writer._in_splits(files), 10)
     found = [(x.name, [(y.file.stem, y.size) for y in x.slices]) for x in parts]
     assert found == [
         ("train-00000", [("a", 4), ("b", 6)]),
@@ -55,7 +55,7 @@ def test_parts_are_filled_in_order_and_validation_is_apart(tmp_path):
     ]
     assert parts[0].size == 10
     (tmp_path / "t.txt").write_bytes(b"x" * 25)
-    parts = token_writer._plan({tmp_path / "t.txt": "t.txt"}, 10)
+    parts = token_writer._plan({tmp_path / "t.txt": "train"}, 10)
     assert [x.size for x in parts] == [10, 10, 5]
 
 

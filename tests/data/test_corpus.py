@@ -64,11 +64,12 @@ def test_files_added_to_a_folder_move_no_other_file_to_the_other_split(tmp_path)
     assert len(after) > len(before) > 1
 
 
-def test_small_folders_have_a_file_in_either_split(tmp_path):
+def test_folders_of_few_files_hold_out_the_last_tokens_and_no_whole_file(tmp_path):
     write_text(tmp_path, 2)
-    for fraction in (0.001, 0.999):
-        for split in ("train", "validation"):
-            assert len(text(tmp_path, split, validation_fraction=fraction)) >= 12
+    held_out = tokens_of(text(tmp_path, "validation", validation_fraction=0.05))
+    assert decode(held_out) == "B" * 9 + "\0"
+    for split in ("train", "validation"):  # a file each is no more than asked for
+        assert len(text(tmp_path, split, validation_fraction=0.5)) >= 12
 
 
 def test_a_folder_of_one_text_holds_out_its_end(tmp_path):
@@ -92,7 +93,7 @@ def test_a_folder_leaves_out_hidden_files_and_warns_of_binary_ones(tmp_path):
 @pytest.mark.parametrize("suffix", ["txt", "bin"])
 def test_files_named_validation_are_held_out(tmp_path, suffix):
     held_out = ["val.{}", "fine_val_000.{}", "validation/a.{}", "Valid.{}"]
-    trained_on = ["train.{}", "retrieval.{}", "trainval_1.{}", "valley/a.{}"]
+    trained_on = ["retrieval.{}", "trainval_1.{}", "valley/a.{}"]
     for mark, names in ((b"v", held_out), (b"t", trained_on)):
         for name in names:
             file = tmp_path / name.format(suffix)
@@ -249,7 +250,7 @@ def dangling(tmp_path: Path) -> Path:
         (latin, {}, r"a\.txt: not UTF-8 text \(.* at byte 3\); convert"),
         (odd_tokens, {}, r"a\.bin: 99 bytes are not a multiple of uint16"),
         (dangling, {}, r"a\.bin: cannot be read \(No such file"),
-        (only_validation, {}, r"val\.bin: .*named as validation data; rename"),
+        (only_validation, {}, r"val\.bin: .*named as validation or test data; rename"),
         (short, {}, "train split has 8 tokens but needs 9 with sequence_length=8"),
         (
             short,

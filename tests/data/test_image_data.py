@@ -9,6 +9,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from jshard.data.batches import batches, eval_batches
+from jshard.data.files.noting import noted
 from jshard.data.images.image_data import image_data, mixup, noise, smooth_labels
 from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import (
@@ -41,6 +42,33 @@ def write_folder(folder: Path, per_class: int = 3, **options: Any) -> Path:
                 file = folder / split / name / f"{i}.png"
                 file.write_bytes(picture(seed, **options))
     return folder
+
+
+def test_what_pillow_decodes_is_read_and_the_rest_is_counted(tmp_path):
+    folder = write_folder(tmp_path / "images", per_class=1)
+    of_class = folder / "train" / "ant"
+    kinds = {
+        "pgm": "PPM",
+        "JFIF": "JPEG",
+        "tga": "TGA",
+        "jpe": "JPEG",
+        "jp2": "JPEG2000",
+    }
+    for end, kind in kinds.items():
+        (of_class / f"a.{end}").write_bytes(picture(0, "L", kind))
+    for name in ("a.txt", "b.txt", "noname", ".ipynb_checkpoints/0.png", "__x/0.png"):
+        (of_class / name).parent.mkdir(exist_ok=True)
+        (of_class / name).write_bytes(picture(0))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "linked.png").write_bytes(picture(0))
+    (of_class / "more").symlink_to(other)
+    with noted() as said:
+        assert len(find_images(str(folder), "train", 3)) == 3 + len(kinds) + 1
+    assert said == [
+        f"{folder / 'train'}: 9 images in 3 classes; left out 2 of .txt, 1 of no "
+        "suffix, which Pillow does not decode"
+    ]
 
 
 @pytest.fixture

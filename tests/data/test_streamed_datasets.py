@@ -99,6 +99,41 @@ def test_a_validation_split_of_its_own_is_held_out_and_all_rows_are_trained_on(d
         NamedDataset("name", "", "test", 2)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_rows_to_validate_with_are_of_the_first_file_that_has_some(dataset, parts):
+    dataset(train=Rows([], rows(*"abcd"), rows(*"ef")))
+    source = NamedDataset("name", "", "train", 2)
+    assert texts_of(source.held_out()) == ["a", "b"]
+    trained = [texts_of(source.trained_part(i, parts)) for i in range(parts)]
+    assert sorted(text for part in trained for text in part) == [*"cdef"]
+    dataset(train=Rows([], []))
+    with pytest.raises(UserError, match=r"data\.dataset=name: has no rows"):
+        NamedDataset("name", "", "train", 2).held_out()
+
+
+@pytest.mark.parametrize("error", [StopIteration, IndexError])
+def test_an_empty_file_that_should_say_the_columns_is_named_as_the_cause(
+    monkeypatch, error
+):
+    def build(*args: Any, **options: Any) -> Any:
+        raise error  # as builders of JSON and WebDataset do
+
+    exceptions = SimpleNamespace(DatasetsError=ValueError)
+    library = SimpleNamespace(load_dataset_builder=build, exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    with pytest.raises(UserError, match="folder: a file that should say its col"):
+        named_dataset.load_splits("folder", "")
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle_rows": 3}, {"pack": True}])
+def test_texts_that_are_all_empty_are_an_error_and_no_endless_search(dataset, options):
+    dataset(train=Rows(rows("held", *[""] * 5)))
+    with pytest.raises(UserError, match="name: no row has a text to train on; set"):
+        read(windows(**options), 1)
+    dataset(train=Rows(rows("held", *[""] * 50, "abcdefgh")))
+    assert read(windows(**options), 3)
+
+
 def test_a_part_repeats_its_rows_and_goes_on_where_it_was(dataset):
     dataset(train=Rows(rows(*"abcde")))
     source = NamedDataset("name", "", "train", 1)

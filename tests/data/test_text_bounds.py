@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jshard.data.files.record_forms import with_records
 from jshard.data.text import encoded, records
 from jshard.data.text.packing import _documents, _spans, best_fit
 from jshard.data.text.packing import _rows as rows_of
-from jshard.data.text.records import Slice, cut, read_texts, with_records
+from jshard.data.text.records import Slice, cut, read_texts
 from jshard.data.text.token_files import Piece, make_header, map_tokens
 from jshard.data.text.windows import read_tokens
 from jshard.data.tokenizers.tokenizer import ByteTokenizer

@@ -28,8 +28,9 @@ from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.cli.command import expected_ending
 from jshard.cli.formatting import one_line
+from jshard.data.files.record_forms import with_records
 from jshard.data.text.corpus import split_corpus
-from jshard.data.text.records import cut, read_records, with_records
+from jshard.data.text.records import cut, read_records
 from jshard.data.tokenizers.chat import _load_chat, load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer
 from jshard.errors import RunFailed

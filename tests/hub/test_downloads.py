@@ -151,7 +151,6 @@ def test_only_the_files_that_a_model_needs_are_downloaded(hub, client):
         "consolidated.safetensors",
         "model.fp16.safetensors",
         "model.gguf",
-        "model.safetensors",
         "original/consolidated.00.pth",
         "original/model.safetensors",
         "pytorch_model.bin",
@@ -163,6 +162,11 @@ def test_only_the_files_that_a_model_needs_are_downloaded(hub, client):
     assert {x.name for x in folder.rglob("*")} == needed.keys()
     said = f"downloading 2 files of weights of hf://needed/model@{commit}"
     assert client.said().count(said) == 1
+    # Of a single file beside an index transformers takes the file.
+    hub.add("needed/both", needed | {"model.safetensors": "weights"})
+    folder_of_both = Path(client.ask("model_path", "needed/both"))
+    found = {x.name for x in folder_of_both.rglob("*.safetensors")}
+    assert found == {"model.safetensors"}
     # A name with its commit is in the cache: not one request more.
     before = hub.requests.copy()
     assert client.ask("model_path", f"hf://needed/model@{commit}") == str(folder)

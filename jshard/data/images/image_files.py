@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard.data.images.image_sources import EncodedImage
+from jshard.data.images.image_sources import EncodedImage, pillow
 from jshard.errors import UserError, some_of
 
 _MODES = {1: "L", 3: "RGB"}
@@ -24,17 +24,6 @@ _COLOR_STD = np.array([0.2175, 0.0188, 0.0045])
 _COLOR_AXES = np.array(
     [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
 )
-
-
-def pillow() -> Any:
-    """Returns `PIL.Image`; a UserError if it is not installed."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise UserError(
-            f"images need Pillow ({error}): pip install 'jshard[vision]'"
-        ) from error
-    return Image
 
 
 class Decoder:

@@ -3,23 +3,49 @@
 A record is the label, a little-endian int32, and then the bytes of an image file.
 """
 
-import os
+import functools
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from jshard.cli.paths import check_path
+from jshard.data.files.noting import note
+from jshard.data.files.walk import files_of, reading
 from jshard.errors import UserError, some_of
 from jshard.hub.online.download import data_path
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+# Formats of Pillow that it does not decode itself, or by another program.
+_NOT_DECODED = ("BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF")
 RECORDS = ".array_record"
-_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val")}
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev")}
 _LABEL = struct.Struct("<i")
+
+
+def pillow() -> Any:
+    """Returns `PIL.Image`; a UserError if it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise UserError(
+            f"images need Pillow ({error}): pip install 'jshard[vision]'"
+        ) from error
+    return Image
+
+
+@functools.cache
+def suffixes() -> tuple[str, ...]:
+    """Returns the ends of the names of files that the installed Pillow decodes."""
+    image = pillow()
+    image.init()
+    known = {*image.OPEN, "MPO"} - {*_NOT_DECODED}  # MPO is opened as JPEG
+    return tuple(
+        x for x, kind in image.registered_extensions().items() if kind in known
+    )
 
 
 class EncodedImage(NamedTuple):
@@ -41,15 +67,20 @@ class ImageFolder:
         self.classes = _class_names(folder)
         self._files: list[str] = []
         self._labels: list[int] = []
+        left_out: Counter[str] = Counter()
         for label, name in enumerate(self.classes):
-            files = sorted(
-                os.path.join(where, file)
-                for where, _, names in os.walk(folder / name)
-                for file in names
-                if file.lower().endswith(SUFFIXES) and not file.startswith(".")
-            )
+            with reading(folder / name):
+                found = sorted(files_of(folder / name))
+            files = [file for file in found if file.lower().endswith(suffixes())]
+            others = [file for file in found if not file.lower().endswith(suffixes())]
+            left_out.update(Path(file).suffix.lower() or "no suffix" for file in others)
             self._files += files
             self._labels += [label] * len(files)
+        text = f"{folder}: {len(self._files):,} images in {len(self.classes)} classes"
+        if left_out:
+            kinds = [f"{count:,} of {kind}" for kind, count in left_out.most_common()]
+            text += f"; left out {some_of(kinds)}, which Pillow does not decode"
+        note(text)
 
     def __len__(self) -> int:
         return len(self._files)
@@ -90,8 +121,8 @@ def find_images(path: str, split: str, classes: int) -> ImageFolder | ImageRecor
 
     `path` is a folder with either of:
 
-    - `train/CLASS/...` and `validation/CLASS/...` (or `val`, `valid`), with the same
-      classes, which are labelled in sorted order;
+    - `train/CLASS/...` and `validation/CLASS/...` (or `val`, `valid`, `dev`), with the
+      same classes, which are labelled in sorted order;
     - `train*.array_record` and `validation*.array_record` (or `val*`, `valid*`).
 
     Args:
@@ -177,7 +208,7 @@ def _split_folder(folder: Path, split: str) -> Path | None:
 def _class_names(folder: Path) -> list[str]:
     """Returns the names of the folders that are not hidden, as tools leave some."""
     names = (entry.name for entry in folder.iterdir() if entry.is_dir())
-    return sorted(name for name in names if not name.startswith("."))
+    return sorted(name for name in names if not name.startswith((".", "__")))
 
 
 def _check_classes(folder: Path, classes: Sequence[str], split: str) -> None:

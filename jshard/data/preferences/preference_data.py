@@ -8,11 +8,14 @@ import grain
 import numpy as np
 
 from jshard.cli.paths import check_path
+from jshard.data.files.noting import note
+from jshard.data.files.record_forms import has_records
+from jshard.data.files.split_names import named_splits
 from jshard.data.iterables import Stream
 from jshard.data.preferences.pair_encoding import Pair, PairEncoder, example_of
-from jshard.data.text.corpus import VALIDATION_NAME, corpus_files
+from jshard.data.text.corpus import corpus_files
 from jshard.data.text.named_dataset import VALIDATION, NamedDataset
-from jshard.data.text.records import cut, has_records, read_records
+from jshard.data.text.records import cut, read_records
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import UserError
 
@@ -64,6 +67,8 @@ def preference_data(
     """
     check_path("data.path", path, bucket=True, hub=True)
     files = tuple((x, name, x.stat().st_mtime_ns) for x, name in corpus_files(path))
+    if len(files) > 1 and (said := str(named_splits([name for _, name, _ in files]))):
+        note(f"{path}: {said}")
     pairs = _of_files(files, tokenizer, vocab_size, sequence_length)
     own = pairs[split]
     if not pairs["validation"]:
@@ -176,14 +181,20 @@ def _of_files(
     files: Sequence[tuple], tokenizer: str, vocab_size: int | None, T: int
 ) -> dict[str, list[Pair]]:
     records: dict[str, list] = {"train": [], "validation": []}
-    several = len(files) > 1
+    names = [name for _, name, _ in files]
+    held_out: list[str] = []
+    if len(files) > 1:
+        splits = named_splits(names)
+        names, held_out = splits.train + splits.validation, splits.validation
     for file, name, _ in files:
+        if name not in names:
+            continue
         if not has_records(file):
             raise UserError(
-                f"{file}: preferences are records of JSONL, Parquet or Arrow; this is "
-                "none by its name"
+                f"{file}: preferences are records of JSONL, JSON, CSV, Parquet or "
+                "Arrow; this is none by its name"
             )
-        split = "validation" if several and VALIDATION_NAME.search(name) else "train"
+        split = "validation" if name in held_out else "train"
         records[split] += [x for part in cut(file, _BYTES) for x in read_records(part)]
     encode = PairEncoder(load_tokenizer(tokenizer, vocab_size), vocab_size, T)
     pairs = _encoded([x for of_split in records.values() for x in of_split], encode)

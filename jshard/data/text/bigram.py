@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jshard.data.text.corpus import split_corpus
-from jshard.data.text.token_files import Piece
+from jshard.data.text.token_files import Piece, is_of_tokens
 from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, load_tokenizer
 
 _CHUNK = 1 << 20  # tokens counted at a time
@@ -45,7 +45,7 @@ def bigram_reference(
         text_key=text_key,
         tokenizer=loaded,
     )
-    if any(piece.file.suffix == ".bin" for piece in splits["train"]):
+    if any(is_of_tokens(piece.file) for piece in splits["train"]):
         return {}
     train = count_pairs(splits["train"], vocab_size=loaded.vocab_size)
     held_out = count_pairs(splits["validation"], targets, loaded.vocab_size)

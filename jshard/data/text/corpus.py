@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import os
-import re
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +12,20 @@ from pathlib import Path
 import numpy as np
 
 from jshard.cli.paths import check_path
+from jshard.data.files.noting import note
+from jshard.data.files.record_forms import has_records, with_records
+from jshard.data.files.split_names import NamedSplits, named_splits
+from jshard.data.files.token_forms import is_token_array
+from jshard.data.files.walk import files_of, reading
 from jshard.data.text.encoded import encode_files
-from jshard.data.text.records import with_records
-from jshard.data.text.token_files import TOKENS, Piece, map_tokens, reading
+from jshard.data.text.token_files import (
+    TOKENS,
+    Piece,
+    is_of_tokens,
+    map_tokens,
+)
 from jshard.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
-from jshard.errors import UserError
+from jshard.errors import UserError, some_of
 from jshard.hub.online.download import data_path
 
 # Tests, tables and third-party code, and files that differ between installations of
@@ -26,10 +34,6 @@ _STDLIB_SKIP = (
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib"),
     *("lib2to3", "distutils", "turtledemo", "encodings", "pydoc_data", "__pycache__"),
     *("config-*", "_sysconfigdata*", "sitecustomize.py", "usercustomize.py"),
-)
-# Matches "val.bin", "fineweb_val_000.bin", "validation/0.bin"; not "retrieval.bin".
-VALIDATION_NAME = re.compile(
-    r"(?<![a-z])val(id(ation)?)?(?![a-z])", flags=re.IGNORECASE
 )
 UNFINISHED = ".unfinished-tokens"  # the folder in which jshard.tokenize works
 
@@ -56,47 +60,79 @@ def split_corpus(
     check_path("data.path", path, bucket=True, hub=True)
     root = data_path(path)
     files, folder = _listed(root)
-    token_files = [file for file in files if file.suffix == TOKENS]
-    if token_files:
-        if (folder / UNFINISHED).exists():
-            raise UserError(
-                f"{root}: jshard.tokenize has not finished here; run it again"
-            )
-        pieces = [map_tokens(x, _name(x, folder), token_dtype) for x in token_files]
-    elif record_files := with_records(files):
-        pieces = _encoded(record_files, folder, tokenizer, text_key)
-    elif root.is_file():
-        pieces = _text_pieces({root: _single_text(root)}, folder, tokenizer, b"")
+    kind, chosen = _of_one_kind(root, files)
+    if kind == "tokens" and (folder / UNFINISHED).exists():
+        raise UserError(f"{root}: jshard.tokenize has not finished here; run it again")
+    texts, splits = {}, None
+    if kind == "text":
+        single = root.is_file()
+        texts = {root: _single_text(root)} if single else dict(_texts(root, chosen))
+        chosen = list(texts)
+    if not root.is_file() and chosen:
+        splits = named_splits([_name(x, folder) for x in chosen])
+        note(_about(root, kind, files, chosen, splits))
+        read = {*splits.train, *splits.validation}
+        chosen = [x for x in chosen if _name(x, folder) in read]
+    if kind == "tokens":
+        pieces = [map_tokens(x, _name(x, folder), token_dtype) for x in chosen]
+    elif kind == "records":
+        pieces = _encoded(chosen, folder, tokenizer, text_key)
     else:
-        pieces = _text_pieces(dict(_texts(root, files)), folder, tokenizer)
+        read = {file: texts[file] for file in chosen}
+        pieces = _text_pieces(read, folder, tokenizer, b"" if root.is_file() else b"\0")
     if not pieces:
         raise UserError(
             f"{root}: has no text and no {TOKENS} files; set data.path to a file or "
             "folder that has"
         )
-    named = [piece for piece in pieces if VALIDATION_NAME.search(piece.name)]
-    if named and not root.is_file():
-        if len(named) == len(pieces):
-            raise UserError(
-                f"{pieces[0].file}: this and all other files in data.path are named as "
-                "validation data; rename those to train on"
-            )
-        return _hold_out_files(pieces, named)
-    if token_files or len(pieces) == 1:
+    if splits and splits.validation:
+        return _hold_out_files(pieces, splits.validation)
+    if kind == "tokens" or len(pieces) == 1:
         return _hold_out_tail(pieces, validation_fraction)
-    return _hold_out_files(pieces, _chosen(pieces, validation_fraction))
+    return _hold_out(pieces, validation_fraction)
 
 
 def corpus_files(path: Path | str) -> list[tuple[Path, str]]:
     """Returns the files with text or records at a path, and their names there."""
     root = data_path(path)
     files, folder = _listed(root)
-    if tokens := [file for file in files if file.suffix == TOKENS]:
-        raise UserError(f"{tokens[0]}: holds tokens already; give text or records")
-    found = with_records(files)
-    if not found:
-        found = [file for file, _ in _texts(root, files)] if root.is_dir() else files
+    kind, found = _of_one_kind(root, files)
+    if kind == "tokens":
+        raise UserError(f"{found[0]}: holds tokens already; give text or records")
+    if kind == "text" and root.is_dir():
+        found = [file for file, _ in _texts(root, found)]
     return [(file, _name(file, folder)) for file in found]
+
+
+def _of_one_kind(root: Path, files: Sequence[Path]) -> tuple[str, list[Path]]:
+    """Returns what is read at a path, "tokens", "records" or "text", and the files.
+
+    Of a folder with tokens or records nothing else is read, and of one with text no
+    tables, and no JSON that is not records.
+    """
+    if root.is_file():
+        tokens = [x for x in files if is_of_tokens(x)]
+        records = [x for x in files if has_records(x)]
+    else:
+        tokens = [x for x in files if x.suffix.lower() == TOKENS or is_token_array(x)]
+        records = [] if tokens else with_records(files)
+    if tokens or records:
+        return ("tokens", tokens) if tokens else ("records", records)
+    return "text", [x for x in files if not has_records(x)]
+
+
+def _about(
+    root: Path,
+    kind: str,
+    files: Sequence[Path],
+    chosen: Sequence[Path],
+    splits: NamedSplits,
+) -> str:
+    """Says what the files of a folder are taken for."""
+    text = f"{root}: {len(chosen)} file{'s' * (len(chosen) > 1)} of {kind}"
+    if others := [_name(x, root) for x in sorted({*files} - {*chosen})]:
+        text += f", and {len(others)} that are not read ({some_of(others, limit=3)})"
+    return "; ".join(filter(None, (text, str(splits))))
 
 
 def _split_stdlib(fraction: float, tokenizer: Tokenizer) -> dict[str, list[Piece]]:
@@ -108,7 +144,7 @@ def _split_stdlib(fraction: float, tokenizer: Tokenizer) -> dict[str, list[Piece
             "text; set data.path to a text file or folder"
         )
     pieces = _text_pieces(dict(_texts(root, files)), root, tokenizer)
-    return _hold_out_files(pieces, _chosen(pieces, fraction))
+    return _hold_out_files(pieces, [x.name for x in _chosen(pieces, fraction)])
 
 
 def _chosen(pieces: Sequence[Piece], fraction: float) -> list[Piece]:
@@ -127,10 +163,21 @@ def _chosen(pieces: Sequence[Piece], fraction: float) -> list[Piece]:
     return sorted(pieces, key=rank)[:count]
 
 
+def _hold_out(pieces: Sequence[Piece], fraction: float) -> dict[str, list[Piece]]:
+    """Holds out whole files, or, if that is far more than asked for, the last tokens.
+
+    So are two shards of records divided at a record, and neither is lost.
+    """
+    chosen = _chosen(pieces, fraction)
+    tokens, total = (sum(map(len, x)) for x in (chosen, pieces))
+    if tokens > 2 * fraction * total:
+        return _hold_out_tail(pieces, fraction)
+    return _hold_out_files(pieces, [piece.name for piece in chosen])
+
+
 def _hold_out_files(
-    pieces: Sequence[Piece], held_out: Sequence[Piece]
+    pieces: Sequence[Piece], names: Sequence[str]
 ) -> dict[str, list[Piece]]:
-    names = {piece.name for piece in held_out}
     return {
         "train": [piece for piece in pieces if piece.name not in names],
         "validation": [piece for piece in pieces if piece.name in names],
@@ -169,22 +216,13 @@ def _listed(root: Path) -> tuple[list[Path], Path]:
 
 def _files(root: Path, skip: Sequence[str] = ()) -> list[Path]:
     """Returns all files under `root`, sorted, without hidden and skipped names."""
-
-    def keep(name: str) -> bool:
-        return not name.startswith(".") and not any(fnmatch(name, s) for s in skip)
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    found = []
     with reading(root):
-        for folder, folders, names in os.walk(root, onerror=fail):
-            folders[:] = filter(keep, folders)
-            found += [Path(folder, name) for name in filter(keep, names)]
+        names = files_of(root, lambda name: any(fnmatch(name, s) for s in skip))
+        found = sorted(map(Path, names))
     for file in found:  # a pipe or a device may never end
         if os.path.exists(file) and not os.path.isfile(file):
             raise UserError(f"{file}: not a regular file; move it out of data.path")
-    return sorted(found)
+    return found
 
 
 def _name(file: Path, folder: Path) -> str:

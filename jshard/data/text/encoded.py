@@ -9,13 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard.data.text.records import (
-    Slice,
-    cut,
-    has_records,
-    read_records,
-    read_texts,
-)
+from jshard.data.files.record_forms import has_records
+from jshard.data.text.records import Slice, cut, read_records, read_texts
 from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import Tokenizer

@@ -55,6 +55,11 @@ def load_splits(dataset: str, config: str) -> Mapping[str, Split]:
             f"data.dataset={dataset}{f', data.config={config}' if config else ''}: "
             f"{one_line(str(error).strip())}"
         ) from error
+    except (StopIteration, LookupError) as error:  # what has columns is looked for
+        raise UserError(
+            f"data.dataset={dataset}: a file that should say its columns is empty; "
+            "remove files without rows"
+        ) from error
     files = {str(split): x for split, x in (builder.config.data_files or {}).items()}
     return {
         split: Split(rows, fingerprint(rows) | of_files(files.get(split, ())))
@@ -70,7 +75,7 @@ class NamedDataset:
       config: The same.
       train_split: The split to train on.
       validation_rows: How many rows to validate on, of the split "validation"; if there
-        is none, the first ones of the first file, which are not trained on.
+        is none, the first ones of the first file with rows, which are not trained on.
 
     Attributes:
       rows: An `IterableDataset` of the split to train on, with all its rows.
@@ -96,10 +101,26 @@ class NamedDataset:
         """Yields the rows to validate with."""
         if self._own:
             return iter(part_of(self._own.rows, 0, 1).take(self._count))
-        return iter(part_of(self.rows, 0, self.rows.num_shards).take(self._count))
+        return iter(
+            part_of(self.rows, self._first, self.rows.num_shards).take(self._count)
+        )
+
+    @functools.cached_property
+    def _first(self) -> int:
+        """The first file with rows."""
+        files = self.rows.num_shards
+        for file in range(files):
+            for _ in part_of(self.rows, file, files).take(1):
+                return file
+        raise UserError(f"data.dataset={self.name}: has no rows")
 
     def part(
-        self, part: int, parts: int, shuffle_rows: int, seed: int
+        self,
+        part: int,
+        parts: int,
+        shuffle_rows: int,
+        seed: int,
+        used: "Used | None" = None,
     ) -> grain.IterDataset:
         """Returns a part of the rows to train on, without an end.
 
@@ -108,9 +129,12 @@ class NamedDataset:
           parts: How many there are.
           shuffle_rows: How many rows are shuffled at a time; 0 is none.
           seed: Determines their order.
+          used: Is told what is read; whoever makes examples tells it what they gave.
         """
+        used = used or Used()
+        used.shuffled = shuffle_rows
         read: grain.IterDataset = _Rows(
-            self.name, lambda: self.trained_part(part, parts)
+            self.name, lambda: self.trained_part(part, parts), used
         )
         if not shuffle_rows:
             return read
@@ -125,28 +149,64 @@ class NamedDataset:
         if self.rows.num_shards < parts:  # then each part reads all files
             return part_of(self.rows.skip(self._count), part, parts)
         own = part_of(self.rows, part, parts)
-        return own if part else own.skip(self._count)
+        # The files before the first one with rows have none.
+        return own.skip(self._count) if part == self._first % parts else own
+
+
+class Used:
+    """Whether the rows of a part, which is read without an end, are of any use.
+
+    What makes examples of rows says how many each gave. If all rows of an epoch gave
+    none, it would read on for ever.
+
+    Attributes:
+      shuffled: How many rows are shuffled at a time, and so not in order.
+    """
+
+    def __init__(self) -> None:
+        self.shuffled = 0
+        self._read = self._unused = 0
+        self._rows: int | None = None  # of an epoch, once one has ended
+
+    def read(self, epoch: int) -> None:
+        """Counts a row that is read, in an epoch from 0 on."""
+        if epoch == 0:
+            self._read += 1
+        elif self._rows is None:
+            self._rows = self._read
+
+    def gave(self, name: str, examples: int) -> None:
+        """Counts a row that gave some examples; a UserError if all gave none."""
+        self._unused = 0 if examples else self._unused + 1
+        if self._rows and self._unused > 2 * (self._rows + self.shuffled):
+            raise UserError(
+                f"data.dataset={name}: no row has a text to train on; set "
+                "data.text_key to the column that has"
+            )
 
 
 class _Rows(grain.IterDataset):
     """The rows of a part of a dataset, without an end."""
 
-    def __init__(self, name: str, open_rows: Callable[[], Any]):
+    def __init__(self, name: str, open_rows: Callable[[], Any], used: Used):
         super().__init__()
-        self._name, self._open = name, open_rows
+        self._name, self._open, self._used = name, open_rows, used
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _RowIterator(self._name, Cursor(self._name, self._open, repeat=True))
+        cursor = Cursor(self._name, self._open, repeat=True)
+        return _RowIterator(self._name, cursor, self._used)
 
 
 class _RowIterator(grain.DatasetIterator):
-    def __init__(self, name: str, cursor: Cursor):
+    def __init__(self, name: str, cursor: Cursor, used: Used):
         super().__init__()
-        self._name, self._cursor = name, cursor
+        self._name, self._cursor, self._used = name, cursor, used
 
     def __next__(self) -> Any:
         try:
-            return next(self._cursor)
+            row = next(self._cursor)
+            self._used.read(self._cursor.epoch)
+            return row
         except UserError:
             raise
         except (OSError, ValueError) as error:

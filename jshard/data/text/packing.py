@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import grain
 import numpy as np
 
-from jshard.data.text.token_files import Piece
+from jshard.data.text.token_files import Piece, is_of_tokens
 from jshard.data.text.windows import check_sample, read_tokens
 from jshard.errors import UserError
 
@@ -112,7 +112,7 @@ def _spans(
 
 def _documents(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
     """Returns where documents start and stop in a piece, int64[n] each."""
-    if piece.ends is None and piece.file.suffix == ".bin":
+    if piece.ends is None and is_of_tokens(piece.file):
         raise UserError(
             f"{piece.file}: packing needs the ends of documents, a file "
             f"{piece.file.with_suffix('.idx').name} beside it: tokenize the text with "

@@ -1,23 +1,25 @@
-"""Records of JSONL, Parquet and Arrow files, and documents in them or in text files.
+"""Records of JSON, CSV, Parquet and Arrow files, and documents in them or in text.
 
 A file is read in slices, so that a large one can be shared out.
 """
 
 import contextlib
+import csv
 import gzip
 import io
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jshard.checkpoint.untrusted import parse_json, read_json
+from jshard.checkpoint.untrusted import parse_json
+from jshard.data.files.record_forms import form_of, has_records, is_array
 from jshard.errors import UserError, some_of
 
-JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-TABLES = (".parquet", ".arrow")
 _ROWS = 1024  # read from a table at a time
 _LINE = 2**28  # bytes of a line in a compressed file
+_ARRAY = 2**31  # bytes of an array in a .json file
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
 class Slice(NamedTuple):
@@ -37,58 +39,17 @@ class Slice(NamedTuple):
     size: int
 
 
-def has_records(file: Path) -> bool:
-    """Whether the file holds records, by its name."""
-    return file.name.endswith(JSONL + TABLES)
-
-
-def with_records(files: Sequence[Path]) -> list[Path]:
-    """Returns the files with records, in the same order.
-
-    Of a folder that Hugging Face's `datasets` saved, these are the files of the dataset
-    (others are caches), and of a dictionary of datasets those to train on or validate
-    with.
-    """
-    present = set(files)
-    left_out: set[Path] = set()
-    for file in files:
-        if file.name == "state.json" and (named := _entry(file, "_data_files")):
-            if not isinstance(named, list) or not all(
-                isinstance(data, dict) and "filename" in data for data in named
-            ):
-                raise UserError(f"{file}: its _data_files are not those of a dataset")
-            kept = {file.parent / str(data["filename"]) for data in named}
-            if missing := sorted(kept - present):
-                raise UserError(f"{missing[0]}: is missing; {file} names it")
-            left_out |= {f for f in files if f.parent == file.parent} - kept
-        if file.name == "dataset_dict.json":
-            splits = _entry(file, "splits") or ()
-            if not isinstance(splits, list | tuple):
-                raise UserError(f"{file}: its splits are not a list")
-            for split in map(str, splits):
-                if split != "train" and not split.startswith("val"):
-                    folder = file.parent / split
-                    left_out |= {f for f in files if folder in f.parents}
-    return [file for file in files if has_records(file) and file not in left_out]
-
-
-def _entry(file: Path, key: str) -> Any:
-    try:
-        found = read_json(file)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
-    return found.get(key) if isinstance(found, dict) else None
-
-
 def cut(file: Path, most: int) -> list[Slice]:
     """Returns slices of about `most` bytes that make up the file."""
     size = file.stat().st_size
-    if file.suffix == ".parquet":
+    form = form_of(file)
+    if form == "parquet":
         groups = _parquet(file).metadata.num_row_groups
         step = max(1, groups * most // max(size, 1))
         bounds = [(i, min(i + step, groups)) for i in range(0, groups, step)]
         return [Slice(file, a, b, size * (b - a) // groups) for a, b in bounds]
-    if file.suffix in (".arrow", ".gz", ".zst"):
+    whole = form in ("arrow", *_DELIMITERS) or is_array(file)
+    if whole or _is_packed(file):
         return [Slice(file, 0, 1, size)]
     bounds = [(i, min(i + most, size)) for i in range(0, size, most)]
     return [Slice(file, a, b, b - a) for a, b in bounds]
@@ -128,8 +89,15 @@ def read_records(
       part: Of a file for which `has_records` is true.
       column: If given and a table has it, only this is read.
     """
-    if not part.file.name.endswith(JSONL):
+    form = form_of(part.file)
+    if form in ("parquet", "arrow"):
         yield from _rows(part, column)
+        return
+    if form in _DELIMITERS:
+        yield from _separated(part.file, _DELIMITERS[form])
+        return
+    if is_array(part.file):
+        yield from _of_array(part.file)
         return
     for position, line in _lines(part):
         if not line.strip():
@@ -138,15 +106,62 @@ def read_records(
         try:
             record = parse_json(line)
         except ValueError as error:
-            raise UserError(f"{where} is not JSON: {error}") from error
+            hint = (
+                ": a .json file is an array of objects, or has one on each line"
+                if form == "json"
+                else ""
+            )
+            raise UserError(f"{where} is not JSON: {error}{hint}") from error
         if not isinstance(record, dict):
             raise UserError(f"{where} is not a JSON object")
         yield where, record
 
 
+def _of_array(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the objects of a .json file that is one array."""
+    with _opened(file) as stream:
+        data = stream.read(_ARRAY + 1)
+    try:
+        if len(data) > _ARRAY:
+            raise ValueError(f"more than {_ARRAY:,} bytes; write an object a line")
+        records = parse_json(data)
+    except ValueError as error:
+        raise UserError(f"{file}: is not JSON: {error}") from error
+    for number, record in enumerate(records):
+        where = f"{file}: object {number}"
+        if not isinstance(record, dict):
+            raise UserError(f"{where} is a {type(record).__name__}, not a JSON object")
+        yield where, record
+
+
+def _separated(file: Path, delimiter: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the rows of a .csv or .tsv file, named by its first row."""
+    csv.field_size_limit(_LINE)  # of all readers; by default 131,072 characters
+    try:
+        with _opened(file) as stream:
+            text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+            rows = csv.DictReader(text, delimiter=delimiter, strict=True)
+            for number, row in enumerate(rows, 1):
+                where = f"{file}: row {number}"
+                if None in row or None in row.values():
+                    raise UserError(
+                        f"{where} has not as many fields as the first row; set its "
+                        "quotes right, or convert the file to JSONL"
+                    )
+                yield where, row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{file}: cannot be read as {file.suffix.lower()[1:]}: {error}"
+        ) from error
+
+
+def _is_packed(file: Path) -> bool:
+    return file.suffix.lower() in (".gz", ".zst")
+
+
 def _lines(part: Slice) -> Iterator[tuple[int, bytes]]:
     """Yields the positions and lines that begin in a slice."""
-    whole = part.file.suffix in (".gz", ".zst")
+    whole = _is_packed(part.file)
     most = _LINE + 1 if whole else -1
     with _opened(part.file) as stream:
         position = part.start
@@ -167,9 +182,9 @@ def _lines(part: Slice) -> Iterator[tuple[int, bytes]]:
 def _opened(file: Path) -> Iterator[Any]:
     """Opens a file, uncompressed; what goes wrong is a UserError."""
     try:
-        if file.suffix == ".gz":
+        if file.suffix.lower() == ".gz":
             stream: Any = gzip.GzipFile(file)
-        elif file.suffix == ".zst":
+        elif file.suffix.lower() == ".zst":
             stream = io.BufferedReader(
                 _pyarrow(file).input_stream(str(file), compression="zstd")
             )
@@ -185,7 +200,7 @@ def _rows(part: Slice, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields the rows of a table as dicts."""
     arrow = _pyarrow(part.file)
     try:
-        if part.file.suffix == ".parquet":
+        if form_of(part.file) == "parquet":
             table = _parquet(part.file)
             columns = [column] if column in table.schema_arrow.names else None
             groups = range(part.start, part.stop)

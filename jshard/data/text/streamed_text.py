@@ -17,7 +17,7 @@ from grain.experimental import (
 from jshard.data.iterables import Stream, part_of
 from jshard.data.mixture import is_mixture, mix, parse_mixture
 from jshard.data.text.encoded import Document, joined
-from jshard.data.text.named_dataset import VALIDATION, NamedDataset
+from jshard.data.text.named_dataset import VALIDATION, NamedDataset, Used
 from jshard.data.text.packing import packed_rows
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.chat import load_chat
@@ -102,8 +102,10 @@ def streamed_text(
         return mix(made, weights)
 
     def of_part(source: NamedDataset, part: int, parts: int) -> grain.IterDataset:
-        read = source.part(part, parts, shuffle_rows, seed)
-        documents = FlatMapIterDataset(read, _Places(encode, T if pack else 0))
+        used = Used()
+        read = source.part(part, parts, shuffle_rows, seed, used)
+        places = _Places(encode, T if pack else 0, source.name, used)
+        documents = FlatMapIterDataset(read, places)
         return _packed(documents, T, max_segments) if pack else _cut(documents, T)
 
     def open_part(part: int, parts: int) -> grain.IterDataset:
@@ -164,11 +166,15 @@ class _Encoder:
 class _Places(FlatMapTransform):
     """Makes what is packed of a row: tokens, or the places of at most T of them."""
 
-    def __init__(self, encode: _Encoder, T: int):
-        self._encode, self._T = encode, T
+    def __init__(self, encode: _Encoder, T: int, name: str, used: Used):
+        self._encode, self._T, self._name, self._used = encode, T, name, used
 
     def flat_map(self, element: Any) -> list[dict[str, np.ndarray]]:
-        documents = self._encode(element)
+        found = self._places(self._encode(element))
+        self._used.gave(self._name, len(found))
+        return found
+
+    def _places(self, documents: list[Document]) -> list[dict[str, np.ndarray]]:
         if not self._T:
             return [{"tokens": x.tokens.astype(np.int32)} for x in documents]
         found = []

@@ -2,6 +2,7 @@
 
 import grain
 
+from jshard.data.files.token_forms import DTYPES
 from jshard.data.mixture import mix, parse_mixture
 from jshard.data.text.corpus import split_corpus
 from jshard.data.text.packing import packed_rows
@@ -32,24 +33,28 @@ def text_data(
 
     - "": the source code of the running Python's standard library, without its tests
       and tables: about 8 MiB, and no download.
-    - A text file, or a folder of text files, read recursively and in sorted order
-      without hidden files and files that are not UTF-8. Each file is a document.
+    - A text file, or a folder of text files, read recursively and in sorted order, with
+      links followed, but without hidden files and files that are not UTF-8. Each file
+      is a document.
     - A file of records, or a folder with such files, whose other files are ignored:
-      JSONL (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`), `.parquet`, `.arrow`, or a folder
+      JSON (`.jsonl`, `.ndjson`, `.json` with an object a line or an array of objects,
+      and these with `.gz` or `.zst`), `.csv`, `.tsv`, `.parquet`, `.arrow`, or a folder
       that Hugging Face's `datasets` saved. Each record is a document: a text, under
       `text_key`, or a chat, with "messages" (see `jshard.data.tokenizers.chat`).
-    - A `.bin` file of unsigned little-endian integers, or a folder with such files,
-      whose other files are ignored. Files are memory-mapped, and the header of llm.c's
-      files is skipped. `python -m jshard.tokenize` writes them.
+    - A `.bin` or `.npy` file of integers, or a folder with such files, whose other
+      files are ignored. Files are memory-mapped. Headers of llm.c and NumPy, and an
+      index of Megatron-LM beside the file, are read; other files hold little-endian
+      integers. `python -m jshard.tokenize` writes them.
 
-    All but `.bin` files are tokenized now and kept in memory: as bytes, or by
+    All but files of tokens are tokenized now and kept in memory: as bytes, or by
     `tokenizer`, whose end-of-text token then ends each document. With bytes it is a
     zero byte, which text does not contain; a single text file has none.
 
-    The validation split of a folder consists of the files with "val", "valid" or
-    "validation" as a word in their path, if there are any. Otherwise it is
+    The names of a folder's files say its splits, as for Hugging Face's `datasets`: see
+    `jshard.data.files.split_names`. Without files for validation, it is
     `validation_fraction` of the files, chosen by a hash of their path in the folder; or
-    for a single file or `.bin` files, the last `validation_fraction` of the tokens.
+    for tokens, a single file, or files too few for that, the last
+    `validation_fraction` of the tokens, in whole records.
 
     A window of T+1 tokens starts at every T-th token and may span files; the last
     target of a window is the first input of the next. The incomplete last window is
@@ -63,7 +68,7 @@ def text_data(
       sequence_length: T, in tokens.
       seed: Determines the order of the training split, in [0, 2**32).
       validation_fraction: In [0, 1); with 0 only files named validation are held out.
-      token_dtype: The dtype of `.bin` files, "uint16" or "uint32".
+      token_dtype: The dtype of `.bin` files: "uint16", "uint32", "int32" or "int64".
       vocab_size: If given, tokens must be below it: a sample of every file is checked
         now, other tokens when they are read.
       tokenizer: A `tokenizer.json`, or a folder with one; "" for bytes.
@@ -82,9 +87,9 @@ def text_data(
     """
     if split not in ("train", "validation"):
         raise UserError(f"split {split!r} is unknown: use 'train' or 'validation'")
-    if token_dtype not in ("uint16", "uint32"):
+    if token_dtype not in DTYPES:
         raise UserError(
-            f"data.token_dtype {token_dtype!r} is unknown: use 'uint16' or 'uint32'"
+            f"data.token_dtype {token_dtype!r} is unknown: use {' or '.join(DTYPES)}"
         )
     if sequence_length < 1:
         raise UserError(f"sequence_length={sequence_length}: use 1 token or more")

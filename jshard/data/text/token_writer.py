@@ -36,16 +36,13 @@ from jshard.checkpoint.atomic import replace_file, replacing
 from jshard.checkpoint.buckets.files import cached
 from jshard.cli.paths import is_remote
 from jshard.cli.terminal import show
-from jshard.data.text.corpus import UNFINISHED, VALIDATION_NAME, corpus_files
+from jshard.data.files.record_forms import has_records
+from jshard.data.files.split_names import named_splits, split_of
+from jshard.data.files.token_forms import HEADER_BYTES
+from jshard.data.text.corpus import UNFINISHED, corpus_files
 from jshard.data.text.encoded import TEXT_BYTES, encode_slices, has_chats
-from jshard.data.text.records import Slice, cut, has_records
-from jshard.data.text.token_files import (
-    ENDS,
-    HEADER_BYTES,
-    TOKENS,
-    TRAINED,
-    make_header,
-)
+from jshard.data.text.records import Slice, cut
+from jshard.data.text.token_files import ENDS, TOKENS, TRAINED, make_header
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.errors import RunFailed, UserError
@@ -101,7 +98,7 @@ def write_token_files(
     """
     tokenizer = pin(str(tokenizer))
     loaded = load_tokenizer(tokenizer)
-    files = dict(found for path in inputs for found in corpus_files(path))
+    files = _in_splits(dict(x for path in inputs for x in corpus_files(path)))
     parts = _plan(files, part_bytes)
     about = {
         "tokenizer": loaded.digest,
@@ -152,11 +149,25 @@ def write_token_files(
     )
 
 
+def _in_splits(files: Mapping[Path, str]) -> dict[Path, str]:
+    """Returns "train" or "val" of files by their names, without those of neither."""
+    names = list(files.values())
+    if {split_of(name) for name in names} == {"validation"}:
+        return dict.fromkeys(files, "val")
+    if len(names) == 1:
+        return dict.fromkeys(files, "train")
+    splits = named_splits(names)
+    if splits.left_out:
+        show(str(splits))
+    of_name = dict.fromkeys(splits.train, "train")
+    of_name |= dict.fromkeys(splits.validation, "val")
+    return {file: of_name[name] for file, name in files.items() if name in of_name}
+
+
 def _plan(files: Mapping[Path, str], part_bytes: int) -> list[_Part]:
-    """Divides files into parts: a pure function of their names and sizes."""
+    """Divides files, each with its split, into parts; depends on their sizes alone."""
     slices: dict[str, list[Slice]] = {"train": [], "val": []}
-    for file, name in files.items():
-        split = "val" if VALIDATION_NAME.search(name) else "train"
+    for file, split in files.items():
         most = part_bytes if has_records(file) else min(TEXT_BYTES, part_bytes)
         slices[split] += cut(file, most)
     parts = []

@@ -53,6 +53,13 @@ def read_tokens(
     """Returns tokens [start, stop) of a piece; UserError for one of `vocab_size` on."""
     limit = 2**31 if vocab_size is None else vocab_size  # tokens become int32
     tokens = piece.read(start, stop)
+    if tokens.min() < 0:
+        at = int(tokens.argmin())
+        raise UserError(
+            f"{piece.file}: token {tokens[at]} at position "
+            f"{piece.start + start + at} is negative; check data.token_dtype, or write "
+            "the file without such padding"
+        )
     if tokens.max() >= limit:
         at = int(tokens.argmax())
         raise UserError(

@@ -10,14 +10,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from jshard.checkpoint.buckets.files import downloaded
 from jshard.cli.paths import is_bucket
-from jshard.cli.terminal import show
+from jshard.cli.terminal import is_terminal, show
 from jshard.errors import UserError
 from jshard.hub.online.failures import explained, lacks, passes, reason
 from jshard.hub.online.names import COMMIT, Name, parse
@@ -25,6 +25,7 @@ from jshard.hub.online.names import COMMIT, Name, parse
 # A small file that a repository has.
 _SMALL = {"model": ("config.json", "adapter_config.json"), "dataset": ("README.md",)}
 _WEIGHTED = re.compile(r"(.*?)(:[^:/]*)?", re.DOTALL)
+_T = TypeVar("_T")
 _WAITS = (1, 4, 16)  # seconds; within a request the library waits on its own
 
 
@@ -132,19 +133,39 @@ def download(name: Name, files: Sequence[str], what: str = "") -> Path:
       RunFailed: The disk is full.
     """
     hub = library(name)
+
+    def fetch() -> Path:
+        with _lock(name):
+            if what and not cached(name, files):
+                show(f"jshard: downloading {what} of {name}", error=True)
+            folder = hub.snapshot_download(
+                name.repository,
+                repo_type=name.kind,
+                revision=name.commit or name.revision or None,
+                allow_patterns=[*_SMALL[name.kind], *files],
+                tqdm_class=_bars(bool(what)),
+            )
+            return Path(folder)
+
+    return _asked(name, fetch)
+
+
+def has_file(name: Name, file: str) -> bool:
+    """Asks the Hub whether a repository has a file; raises as ``download`` does."""
+    hub = library(name)
+    revision = name.commit or name.revision or None
+    ask = lambda: hub.file_exists(
+        name.repository, file, repo_type=name.kind, revision=revision
+    )
+    return _asked(name, ask)
+
+
+def _asked(name: Name, ask: Callable[[], _T]) -> _T:
+    """Returns what the Hub answers, asked again while it is busy."""
+    hub = library(name)
     for wait in (*_WAITS, 0):
         try:
-            with _lock(name):
-                if what and not cached(name, files):
-                    show(f"jshard: downloading {what} of {name}", error=True)
-                folder = hub.snapshot_download(
-                    name.repository,
-                    repo_type=name.kind,
-                    revision=name.commit or name.revision or None,
-                    allow_patterns=[*_SMALL[name.kind], *files],
-                    tqdm_class=_bars(bool(what)),
-                )
-                return Path(folder)
+            return ask()
         except (OSError, ValueError, hub.errors.HTTPError) as error:
             if not wait or not passes(error):
                 raise explained(name, error) from error
@@ -187,7 +208,7 @@ def _bars(shown: bool) -> Any:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})
 
-    return tqdm if shown and sys.stderr.isatty() else NoBar
+    return tqdm if shown and is_terminal(sys.stderr) else NoBar
 
 
 def _asks_hub() -> bool:

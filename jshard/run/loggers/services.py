@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from jshard.config.run_config import Config, flatten
 from jshard.errors import UserError
 from jshard.run.background import PATIENCE, Background
-from jshard.run.loggers.tensorboard_run import TensorboardRun
 
 _REST = 1.0  # seconds between requests
 _PATIENCE = 1.0  # seconds that a checkpoint waits for a service
@@ -79,6 +78,10 @@ class Loggers:
                     f"--config.logger.{name}={given}: {_why(error)}"
                 ) from error
             self._loggers[name], self.ids[name] = service, service.id
+        # Here, as tensorboardX imports PyTorch where it is, and other processes do not
+        # log.
+        from jshard.run.loggers.tensorboard_run import TensorboardRun
+
         self._loggers["TensorBoard"] = TensorboardRun(path, values, resume_from)
         self._threads = {
             name: Background(functools.partial(_act, logger), _REST, f"jshard-{name}")

@@ -1,0 +1,1 @@
+"""Files as they are found: which are read, what they are taken for, what is said."""
