@@ -39,6 +39,12 @@ _INERT = set(
 )
 _INERT |= {key for family in FAMILIES.values() for key in family.reads}
 _INERT -= {"original_max_position_embeddings"}
+# Of the first releases of Llama; of folders without a class; and of models without a
+# head, which is the embedding where the two are tied.
+_ALSO = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+_ALSO |= {family.model_type: name for name, family in FAMILIES.items()}
+_ALSO |= {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
+_ALSO["Gemma3TextModel"] = "Gemma3ForCausalLM"
 
 
 def read_config(json: Json) -> dict[str, Any]:
@@ -48,7 +54,7 @@ def read_config(json: Json) -> dict[str, Any]:
       UserError: the architecture, or a feature of it, is not there; or a key is
         missing, unknown or of a wrong type.
     """
-    config = ConfigJson.of(json, FAMILIES)
+    config = ConfigJson.of(json, FAMILIES, also=_ALSO)
     family = FAMILIES[config.name]
     defaults = {**DEFAULTS, **family.defaults}
 

@@ -29,9 +29,22 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 _TIMM = "architecture"  # transformers has "architectures"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class UnknownKey(UserError):
+    """A key of a config.json that a model's map does not know, and may matter.
+
+    Attributes:
+      key: Its name, with dots for objects within objects.
+    """
+
+    def __init__(self, message: str, key: str):
+        super().__init__(message)
+        self.key = key
 
 
 def model_path(text: str | Path) -> Path:
@@ -131,5 +144,6 @@ def copy_files(names: Iterable[str], source: Path, target: Path) -> list[str]:
     """Copies those of the files that a folder has; returns their names."""
     found = [name for name in names if (source / name).is_file()]
     for name in found:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return found

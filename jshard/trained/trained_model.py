@@ -42,11 +42,15 @@ from jshard.recipe.model_map import SOURCE, find_map
 from jshard.run.source import find_source
 from jshard.trained.huggingface_export import find_recipe_of
 
-# Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
+# Recipes with the models of Hugging Face, by architecture, or by type where there is
+# none; llama.py has the rest.
 _RECIPES = {
     "GPT2LMHeadModel": "gpt.py",
     "GPT2Model": "gpt.py",
     "T5ForConditionalGeneration": "t5.py",
+    "T5WithLMHeadModel": "t5.py",
+    "gpt2": "gpt.py",
+    "t5": "t5.py",
 }
 _OTHERS = "llama.py:3-8b"
 
@@ -233,7 +237,8 @@ def open_model(
     if is_huggingface(path):
         _check_averages(path, not ema)
         _check_base(path, None, base)
-        (architecture, *_) = read_config(path).get("architectures") or [""]
+        content = read_config(path)
+        (architecture, *_) = content.get("architectures") or [content.get("model_type")]
         found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
         with open_recipe(found) as opened:
             config = make_config(opened, {SOURCE: str(path)})
