@@ -7,12 +7,11 @@ Here every key is read, or known to change nothing, or refused by its name.
 import functools
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 import jshard
-from jshard.cli.terminal import show
-from jshard.hub.huggingface_folder import UnknownKey
 
 Json = Mapping[str, Any]
 
@@ -28,6 +27,19 @@ def _shown(value: Any) -> str:
 def _shown_key(key: Any) -> str:
     plain = isinstance(key, str) and key.replace("_", "").replace(".", "").isalnum()
     return key if plain and len(key) < 80 else _shown(key)
+
+
+class UnknownKey(jshard.UserError):
+    """A key that a map does not know, and that may matter.
+
+    Attributes:
+      unknown_key: its name, with dots for objects within objects; who knows that it
+        changes nothing can say so by this name.
+    """
+
+    def __init__(self, message: str, key: str):
+        super().__init__(message)
+        self.unknown_key = key
 
 
 class Kind(NamedTuple):
@@ -74,23 +86,25 @@ _OF_ALL = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal
     _commit_hash _experts_implementation _experts_implementation_internal
-    _flash_attn_2_enabled _from_model_config _name_or_path _num_labels architectures attn_implementation auto_map bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    experts_implementation exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
-    initializer_factor initializer_range label2id length_penalty max_length min_length
-    is_llama_config keys_to_ignore_at_inference max_sequence_length model_max_length
-    model_type n_special name_or_path neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences output_attentions output_hidden_states output_past
-    output_scores pad_token_id predict_special_tokens prefix problem_type remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss
+    _flash_attn_2_enabled _from_model_config _name_or_path _num_labels architectures
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id experts_implementation
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_factor
+    initializer_range is_llama_config keys_to_ignore_at_inference label2id
+    length_penalty max_length max_sequence_length min_length model_max_length model_type
+    n_special name_or_path neftune_noise_alpha no_repeat_ngram_size num_beam_groups
+    num_beams num_labels num_return_sequences output_attentions output_hidden_states
+    output_past output_scores pad_token_id predict_special_tokens prefix problem_type
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_last_hidden_states tokenizer_class tokenizer_model_max_length
     tokenizer_padding_side top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version transformers_weights typical_p unk_token_id unsloth_fixed unsloth_version
-    use_bfloat16 use_cache use_flash_attn use_flash_attention_2 use_return_dict
+    transformers_version transformers_weights typical_p unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache use_flash_attention_2 use_flash_attn
+    use_return_dict
     """.split()
 )
 # What makes any model another one, and may only be said in these ways.
@@ -248,7 +262,7 @@ def write_sizes(
 @functools.cache
 def _tell(text: str) -> None:
     """Shows a line to the user, once."""
-    show(text, error=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def _type(content: Json) -> str:

@@ -34,7 +34,8 @@ _INERT = set(
     embd_pdrop ep_size experts_per_token hidden_act hidden_activation
     initial_context_length intermediate_size max_window_layers num_mtp_layers
     num_nextn_predict_layers output_router_logits pretraining_tp resid_pdrop
-    router_aux_loss_coef router_jitter_noise seq_aux _sliding_window_pattern
+    router_aux_loss_coef router_jitter_noise seq_aux sliding_window_size
+    _sliding_window_pattern
     """.split()
 )
 _INERT |= {key for family in FAMILIES.values() for key in family.reads}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_JSON = 2**25  # bytes of a file; the index of the largest models has 9 MB
+POINTER = "a pointer of Git LFS, not the file: run git lfs pull in its folder"
 _DEEPEST = 100  # levels; what reads the values may recurse, and Python's limit is 1000
 
 
@@ -59,7 +60,15 @@ def _read(file: Path) -> bytes:
         raise OSError(errno.EINVAL, "not a regular file", str(file))
     if status.st_size > MOST_JSON:
         raise ValueError(f"{status.st_size:,} bytes, more than {MOST_JSON:,}")
+    if is_pointer(file):
+        raise ValueError(POINTER)
     return file.read_bytes()
+
+
+def is_pointer(file: Path) -> bool:
+    """Returns whether Git LFS has left a file where it is, and a note of it here."""
+    with file.open("rb") as stream:
+        return stream.read(40).startswith(b"version https://git-lfs.github.com/")
 
 
 def path_inside(folder: Path, name: Any) -> Path:

@@ -35,18 +35,6 @@ _TIMM = "architecture"  # transformers has "architectures"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-class UnknownKey(UserError):
-    """A key of a config.json that a model's map does not know, and may matter.
-
-    Attributes:
-      key: Its name, with dots for objects within objects.
-    """
-
-    def __init__(self, message: str, key: str):
-        super().__init__(message)
-        self.key = key
-
-
 def model_path(text: str | Path) -> Path:
     """Returns a local path, or the folder in the cache of a model on the Hub.
 

@@ -4,7 +4,8 @@ A recipe whose model can be exchanged with Hugging Face has an attribute `huggin
 a module with three functions, `model` being its config's group of that name:
 
 - `read_config(json)` returns the values of `model.*` that a config.json says, or raises
-  a UserError that names what the model does not have;
+  a UserError that names what the model does not have, with an attribute `unknown_key`
+  if that is a key it does not know, which `model.ignore` may name;
 - `write_config(model)` returns a config.json, or raises a UserError if there is no such
   model there;
 - `tensors(model)` returns a `FileTensor` for every array of the model, by its name
@@ -48,7 +49,7 @@ _FREE = ("sequence_length", "context_length")
 
 
 def declare_source(get_config: Callable[[], Config]) -> Callable[[], Config]:
-    """Adds `model.from` and `model.ignore` to the config that a recipe's function returns."""
+    """Adds these keys to the config that a recipe's function returns."""
 
     @functools.wraps(get_config)
     def call() -> Config:
@@ -68,8 +69,7 @@ def declare_source(get_config: Callable[[], Config]) -> Callable[[], Config]:
                 )
                 config.model[IGNORE] = Key(
                     "",
-                    "keys of a config.json that jshard does not know and that change "
-                    "nothing, like a,b",
+                    "unknown keys of its config.json that change nothing, like a,b",
                 )
         return config
 
@@ -87,8 +87,7 @@ def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(config.get("model"), ConfigDict) and FROM in config.model:
             config = config.copy_and_resolve_references()
             with config.unlocked():
-                del config.model[FROM]
-                config.model.pop(IGNORE, None)
+                del config.model[FROM], config.model[IGNORE]
         return function(config, *rest)
 
     return call
@@ -151,13 +150,12 @@ def read_architecture(
     keys = [key.strip() for key in ignored.split(",") if key.strip()]
     try:
         return _read(huggingface, content, keys)
-    except folders.UnknownKey as error:
-        known = ",".join([*keys, error.key])
-        raise UserError(
-            f"{folder}: {error}; if it changes nothing, set --config.{IGNORED}={known}"
-        ) from error
     except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
+        advice = ""
+        if key := getattr(error, "unknown_key", ""):
+            known = ",".join([*keys, key])
+            advice = f"; if it changes nothing, set --config.{IGNORED}={known}"
+        raise UserError(f"{folder}: {error}{advice}") from error
     except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder / folders.CONFIG} is not complete: {error!r}"
@@ -173,18 +171,18 @@ def _read(
     for _ in ignored:
         try:
             return huggingface.read_config(content)
-        except folders.UnknownKey as error:
-            if error.key not in ignored:
+        except UserError as error:
+            if (key := getattr(error, "unknown_key", "")) not in ignored:
                 raise
-            content = _without(content, error.key.split("."))
+            content = _without(content, key)
     return huggingface.read_config(content)
 
 
-def _without(content: dict[str, Any], key: list[str]) -> dict[str, Any]:
-    first, *rest = key
-    if rest:
+def _without(content: dict[str, Any], key: str) -> dict[str, Any]:
+    first, _, rest = key.partition(".")
+    if rest and key not in content:
         return content | {first: _without(content[first], rest)}
-    return {name: value for name, value in content.items() if name != first}
+    return {name: value for name, value in content.items() if name != key}
 
 
 def _recorded(workdir: Path, source: str) -> dict[str, Any] | None:

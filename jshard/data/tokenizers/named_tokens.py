@@ -19,46 +19,30 @@ ROLES = tuple(
 )
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _END = "<|endoftext|>"
+_ENDS = {"bos_token": _END, "eos_token": _END, "unk_token": _END}
+_PIECES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_WORDS = {
+    role: f"[{role.removesuffix('_token').upper()}]"
+    for role in ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+}
+_MASKED = {"sep_token": "</s>", "cls_token": "<s>", "mask_token": "<mask>"}
 # The tokens of transformers' classes, without "Fast", that their files may leave out.
 _OF_CLASS = {
-    **dict.fromkeys(
-        ("GPT2Tokenizer", "CodeGenTokenizer", "GPTNeoXTokenizer"),
-        {"bos_token": _END, "eos_token": _END, "unk_token": _END},
-    ),
+    "GPT2Tokenizer": _ENDS,
+    "CodeGenTokenizer": _ENDS,
+    "GPTNeoXTokenizer": _ENDS,
     "Qwen2Tokenizer": {"eos_token": _END, "unk_token": _END, "pad_token": _END},
-    **dict.fromkeys(
-        ("LlamaTokenizer", "CodeLlamaTokenizer"),
-        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    ),
+    "LlamaTokenizer": _PIECES,
+    "CodeLlamaTokenizer": _PIECES,
     "GemmaTokenizer": {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
+        f"{role}_token": f"<{role}>" for role in ("bos", "eos", "unk", "pad")
     },
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
-    **dict.fromkeys(
-        ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"),
-        {
-            "unk_token": "[UNK]",
-            "sep_token": "[SEP]",
-            "pad_token": "[PAD]",
-            "cls_token": "[CLS]",
-            "mask_token": "[MASK]",
-        },
-    ),
-    **dict.fromkeys(
-        ("RobertaTokenizer", "BartTokenizer"),
-        {
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-            "sep_token": "</s>",
-            "pad_token": "<pad>",
-            "cls_token": "<s>",
-            "mask_token": "<mask>",
-        },
-    ),
+    "BertTokenizer": _WORDS,
+    "DistilBertTokenizer": _WORDS,
+    "ElectraTokenizer": _WORDS,
+    "RobertaTokenizer": {**_PIECES, **_MASKED, "pad_token": "<pad>"},
+    "BartTokenizer": {**_PIECES, **_MASKED, "pad_token": "<pad>"},
 }
 # The class of a model's tokenizer, where the files name none.
 _OF_MODEL = {

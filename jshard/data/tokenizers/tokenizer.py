@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jshard.checkpoint import untrusted
 from jshard.cli.paths import check_path
 from jshard.data.tokenizers.byte_pieces import (
     ByteTokenizer,
@@ -82,14 +83,15 @@ class FileTokenizer:
         limited._rows = vocab_size
         return limited
 
-    def _known(self, ids: Sequence[int]) -> Sequence[int]:
+    def _known(self, ids: list[int]) -> list[int]:
         """Raises UserError for a token that the model lacks."""
         if self._rows is not None and max(ids, default=0) >= self._rows:
             token = max(ids)
+            text = self._tokenizer.id_to_token(token)
             raise UserError(
-                f"a text holds {self._tokenizer.id_to_token(token)!a}, token {token} of "
-                f"{self.file}, and the model has {self._rows} tokens: leave it out, or "
-                f"set --config.model.vocab_size={self.vocab_size} in training"
+                f"a text holds {text!a}, token {token} of {self.file}, and the model "
+                f"has {self._rows} tokens: leave it out, or train a model of more "
+                f"(--config.model.vocab_size={self.vocab_size})"
             )
         return ids
 
@@ -220,6 +222,8 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: not a tokenizer: it is no file")
     if (size := file.stat().st_size) > _MOST:
         raise UserError(f"{file}: not a tokenizer: it has {size:,} bytes")
+    if untrusted.is_pointer(file):
+        raise UserError(f"{file}: {untrusted.POINTER}")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except BaseException as error:  # the library raises no narrower one
