@@ -43,6 +43,7 @@ class FileTokenizer:
       file: The path of tokenizer.json.
       special_tokens: Texts of special tokens by name, like "bos_token", as chat
         templates read them.
+      special_ids: Their numbers, by name.
     """
 
     def __init__(self, file: Path):
@@ -60,6 +61,11 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size <= 2**16:
             self.dtype = np.dtype(np.uint16)
+        self.special_ids = {
+            name: vocabulary[text]
+            for name, text in self.special_tokens.items()
+            if text in vocabulary
+        }
         self._numbers = read_json(file.parent, _NUMBERING)
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
@@ -70,8 +76,7 @@ class FileTokenizer:
     def least_vocab_size(self) -> int:
         """The rows that an embedding needs for texts without added tokens."""
         own = self._tokenizer.get_vocab(with_added_tokens=False).values()
-        named = (self.special_tokens.get(role) for role in ROLES)
-        ids = [self._tokenizer.token_to_id(text) for text in named if text is not None]
+        ids = [i for name, i in self.special_ids.items() if name in ROLES]
         return 1 + max((*own, *ids, *self.stop_ids), default=-1)
 
     def within(self, vocab_size: int) -> "FileTokenizer":
@@ -137,8 +142,8 @@ class FileTokenizer:
 
     def _special_id(self, name: str) -> int | None:
         """Returns a special token's id, by its text or by its number in config.json."""
-        if (text := self.special_tokens.get(name)) is not None:
-            return self._tokenizer.token_to_id(text)
+        if name in self.special_ids:
+            return self.special_ids[name]
         return next(iter(_ids(self.file.parent, self._numbers, f"{name}_id")), None)
 
     def _stop_ids(self) -> tuple[int, ...]:
