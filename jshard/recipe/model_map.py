@@ -154,7 +154,10 @@ def read_architecture(
         advice = ""
         if key := getattr(error, "unknown_key", ""):
             known = ",".join([*keys, key])
-            advice = f"; if it changes nothing, set --config.{IGNORED}={known}"
+            advice = (
+                f"; if it changes nothing, set --config.{IGNORED}={known}, or "
+                f"--ignore={known} of what uses a model"
+            )
         raise UserError(f"{folder}: {error}{advice}") from error
     except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
         raise UserError(

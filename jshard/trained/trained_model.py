@@ -38,7 +38,7 @@ from jshard.recipe.build import Job
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.model_map import SOURCE, find_map
+from jshard.recipe.model_map import IGNORED, SOURCE, find_map
 from jshard.run.source import find_source
 from jshard.trained.huggingface_export import find_recipe_of
 
@@ -216,6 +216,7 @@ def open_model(
     *,
     ema: bool = False,
     base: Path | None = None,
+    ignored: str = "",
 ) -> Iterator[TrainedModel]:
     """Finds a trained model; use it inside the block, like ``open_recipe``.
 
@@ -228,6 +229,8 @@ def open_model(
         float32 for a Hugging Face folder.
       ema: Whether to take the averages of the run's parameters.
       base: What the run's frozen parameters are read from, if they have moved.
+      ignored: Unknown keys of a Hugging Face folder's config.json that change nothing,
+        like "a,b".
 
     Raises:
       UserError: There is no model, or it is of an unknown architecture, or has no
@@ -238,10 +241,11 @@ def open_model(
         _check_averages(path, not ema)
         _check_base(path, None, base)
         content = read_config(path)
-        (architecture, *_) = content.get("architectures") or [content.get("model_type")]
+        names = content.get("architectures") or content.get("model_type")
+        (architecture, *_) = names if isinstance(names, list) else [names]
         found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
         with open_recipe(found) as opened:
-            config = make_config(opened, {SOURCE: str(path)})
+            config = make_config(opened, {SOURCE: str(path), IGNORED: ignored})
             yield TrainedModel(path, opened, config, dtype or "float32")
         return
     step = find_step(path)

@@ -47,10 +47,12 @@ def test_a_chat_with_tools_has_its_own_template(folder, template, files):
     chat = chat_of(folder, template, **files)
     assert chat.render(TURNS, tools=TOOLS) == "tools f"
     assert chat.render(TURNS).startswith("<|im_start|>user\na<|im_end|>")
-    record = {"messages": TURNS, "tools": TOOLS}
-    tokens, trained = chat.encode(record, "here")
-    assert tokens.tolist() == load_tokenizer(folder).encode("tools f").tolist()
-    assert not trained.any()  # it writes no messages
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        tokens, trained = chat.encode({"messages": TURNS, "tools": tools}, "here")
+        assert tokens.tolist() == load_tokenizer(folder).encode("tools f").tolist()
+        assert not trained.any()  # it writes no messages
+    with pytest.raises(UserError, match="here: 'tools' is not JSON"):
+        chat.encode({"messages": TURNS, "tools": "f"}, "here")
 
 
 def test_templates_without_a_default_write_chats_with_tools_alone(folder):

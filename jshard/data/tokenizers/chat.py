@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint.untrusted import read_text
+from jshard.checkpoint.untrusted import parse_json, read_text
 from jshard.cli.terminal import show
 from jshard.data.tokenizers.chat_template import Template, TemplateError
 from jshard.data.tokenizers.named_tokens import CONFIG, read_json
@@ -111,7 +111,7 @@ class Chat:
             messages look different once an answer follows, so that the answer's tokens
             are not known.
         """
-        messages, tools = _checked(record, where), record.get("tools") or None
+        messages, tools = _checked(record, where), tools_of(record, where)
         if tools is not None and self._with_tools is not None:
             return self._with_tools.encode(record, where)
         self._tell_of_unread(messages, where)
@@ -200,6 +200,19 @@ class Chat:
             return self._template.render(variables | self._tokenizer.special_tokens)
         except TemplateError as error:
             raise UserError(f"{where}: {self._where} refuses it: {error}") from error
+
+
+def tools_of(record: Mapping[str, Any], where: str) -> Any:
+    """Returns the functions that a record describes, perhaps as JSON, or None.
+
+    Raises:
+      UserError: They are a text that is no JSON.
+    """
+    tools = record.get("tools") or None
+    try:
+        return parse_json(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise UserError(f"{where}: 'tools' is not JSON: {error}") from error
 
 
 def load_chat(tokenizer: Tokenizer, where: str) -> Chat:
