@@ -243,7 +243,7 @@ def open_model(
         content = read_config(path)
         names = content.get("architectures") or content.get("model_type")
         (architecture, *_) = names if isinstance(names, list) else [names]
-        found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
+        found = find_recipe(recipe or _RECIPES.get(str(architecture), _OTHERS))
         with open_recipe(found) as opened:
             config = make_config(opened, {SOURCE: str(path), IGNORED: ignored})
             yield TrainedModel(path, opened, config, dtype or "float32")

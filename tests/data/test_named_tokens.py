@@ -77,12 +77,12 @@ def test_tokens_that_tokenizer_config_numbers_make_it_the_only_file(folder):
 
 
 def test_extra_special_tokens_are_a_list_or_have_names(folder):
-    for extra in (["<x>"], {"tool_token": "<x>"}):
+    for extra in (["<x>"], {"tool": "<x>"}):
         load_tokenizer.__globals__["_load"].cache_clear()
         tokenizer = load_tokenizer(folder({"extra_special_tokens": extra}))
         assert tokenizer.encode("<x>").tolist() == [NEXT]
     assert isinstance(tokenizer, FileTokenizer)
-    assert tokenizer.special_tokens["tool_token"] == "<x>"
+    assert tokenizer.special_tokens["tool"] == "<x>"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1211,
     "surface": 632,
     "plan": 5292,
-    "training": 14471,
+    "training": 14475,
     "checkpoint": 6280,
     "generation": 1214,
     "start-up note": 444,

@@ -49,7 +49,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._where = where
         self._with_tools = with_tools
-        self._unread = {key for key in _THOUGHTS if key not in template}
+        self._unread = set(_THOUGHTS) - set(re.findall(r"\w+", template))
         # Text that no conversation holds, around what a template marks as generated.
         self._marks = (f"<{uuid.uuid4().hex}>", f"</{uuid.uuid4().hex}>")
         self._marked = re.search(r"{%[-+]?\s*generation\b", template) is not None

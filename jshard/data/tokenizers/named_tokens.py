@@ -116,12 +116,16 @@ def name_tokens(tokenizer: Any, folder: Path) -> dict[str, str]:
 
 def _named(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """Returns the tokens with a name, or None where a file says that there is none."""
-    more = content.get("extra_special_tokens")
-    named = {**content, **more} if isinstance(more, dict) else content
+    named = {
+        name: value
+        for name, value in content.items()
+        if name in ROLES or (name.endswith("_token") and isinstance(value, str | dict))
+    }
+    if isinstance(more := content.get("extra_special_tokens"), dict):
+        named |= more
     return {
         name: None if value is None else _token(value, name, where)
         for name, value in named.items()
-        if name in ROLES or (name.endswith("_token") and isinstance(value, str | dict))
     }
 
 
