@@ -226,8 +226,8 @@ class ConfigJson:
         if rest:
             off = [_shown_key(self._where + key) for key in rest]
             _tell(
-                f"config.json of {self.name}: {', '.join(off)} not known, and taken to "
-                "change nothing, as false, null or empty"
+                "jshard: config.json has keys that jshard does not know, and that are "
+                f"off (false, null or empty): {', '.join(off)}"
             )
 
     def error(self, key: str, why: str) -> jshard.UserError:

@@ -44,8 +44,8 @@ def test_what_is_off_or_bookkeeping_changes_nothing(capsys):
     scaling = {"type": "linear", "factor": 2.0, "new_part": None}
     assert read(**off, rope_scaling=scaling)["rope_factor"] == 2
     told = capsys.readouterr().err
-    assert "new_list, new_name, new_norm, new_rope not known, and taken to" in told
-    assert "rope_scaling.new_part not known" in told
+    assert "are off (false, null or empty): new_list, new_name, new_norm, new_r" in told
+    assert "(false, null or empty): rope_scaling.new_part\n" in told
     for key, value in (("new_norm", True), ("new_norm", 0), ("use_mrope", True)):
         with pytest.raises(jshard.UserError, match=f"{key}=.* is not supported"):
             read(**{key: value})
