@@ -54,7 +54,7 @@ _OLDER = {"weight": "gamma", "bias": "beta"}
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``BertConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, _NAMES, _FIXED)
+    config = ConfigJson.of(json, _NAMES, _FIXED, {"bert": _NAMES[0]})
     activation = config.get("hidden_act", "gelu", one_of(_ACTIVATIONS))
     model = {**read_sizes(config, _SIZES), "activation": _ACTIVATIONS[activation]}
     config.finish(_INERT)

@@ -50,7 +50,7 @@ UNTIED = {"tied": False}
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``GPTConfig`` that a config.json decides."""
-    config = ConfigJson.of(json, (_NAME, _BASE), _FIXED)
+    config = ConfigJson.of(json, (_NAME, _BASE), _FIXED, {"gpt2": _NAME})
     model = read_sizes(config, _SIZES)
     config.fix("n_inner", (None, 4 * model["width"]))
     config.finish(_INERT)

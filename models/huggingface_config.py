@@ -4,8 +4,10 @@ transformers gives no error for a key that it does not know, and takes a value a
 Here every key is read, or known to change nothing, or refused by its name.
 """
 
+import functools
 import math
 import reprlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +27,19 @@ def _shown(value: Any) -> str:
 def _shown_key(key: Any) -> str:
     plain = isinstance(key, str) and key.replace("_", "").replace(".", "").isalnum()
     return key if plain and len(key) < 80 else _shown(key)
+
+
+class UnknownKey(jshard.UserError):
+    """A key that a map does not know, and that may matter.
+
+    Attributes:
+      unknown_key: its name, with dots for objects within objects; who knows that it
+        changes nothing can say so by this name.
+    """
+
+    def __init__(self, message: str, key: str):
+        super().__init__(message)
+        self.unknown_key = key
 
 
 class Kind(NamedTuple):
@@ -71,21 +86,25 @@ _OF_ALL = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _attn_implementation_internal
     _commit_hash _experts_implementation _experts_implementation_internal
-    _name_or_path architectures attn_implementation auto_map bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    experts_implementation exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
-    initializer_factor initializer_range label2id length_penalty max_length min_length
-    model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences output_attentions output_hidden_states output_past
-    output_scores pad_token_id prefix problem_type remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id
-    suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_last_hidden_states tokenizer_class top_k top_p torch_dtype torchscript
-    transformers_version typical_p unk_token_id unsloth_fixed unsloth_version
-    use_bfloat16 use_cache
+    _flash_attn_2_enabled _from_model_config _name_or_path _num_labels architectures
+    attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward classifier_dropout cross_attention_hidden_size
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id experts_implementation
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id gradient_checkpointing id2label initializer_factor
+    initializer_range is_llama_config keys_to_ignore_at_inference label2id
+    length_penalty max_length max_sequence_length min_length model_max_length model_type
+    n_special name_or_path neftune_noise_alpha no_repeat_ngram_size num_beam_groups
+    num_beams num_labels num_return_sequences output_attentions output_hidden_states
+    output_past output_scores pad_token_id predict_special_tokens prefix problem_type
+    remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_last_hidden_states tokenizer_class tokenizer_model_max_length
+    tokenizer_padding_side top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version transformers_weights typical_p unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache use_flash_attention_2 use_flash_attn
+    use_return_dict
     """.split()
 )
 # What makes any model another one, and may only be said in these ways.
@@ -93,7 +112,9 @@ _FIXED_IN_ALL = {
     "per_layer_config": (None, {}),
     "pruned_heads": (None, {}),
     "quantization_config": (None,),
+    "rope_interleaved": (None, False),
     "tie_encoder_decoder": (None, False),
+    "use_mrope": (None, False),
 }
 
 
@@ -115,6 +136,7 @@ class ConfigJson:
         content: Json,
         known: Collection[str],
         fixed: Mapping[str, Collection[Any]] | None = None,
+        also: Mapping[str, str] | None = None,
     ) -> Self:
         """Returns a reader for a model's class.
 
@@ -122,13 +144,17 @@ class ConfigJson:
           content: of the config.json.
           known: names of the classes that a map is for.
           fixed: keys that may only have some values, among them the default.
+          also: names that older releases gave these classes, and model types, which
+            stand for a class where none is named.
 
         Raises:
           UserError: it is another class, or one of these keys has another value.
         """
-        names = content.get("architectures") or ["none"]
+        also = also or {}
+        names = content.get("architectures") or [also.get(_type(content), "none")]
         if not isinstance(names, list):
             names = [names]
+        names = [also.get(x, x) if isinstance(x, str) else x for x in names]
         if not isinstance(names[0], str) or names[0] not in known:
             name = _shown_key(names[0])
             those = "that is" if len(known) == 1 else "those are"
@@ -183,16 +209,25 @@ class ConfigJson:
         return ConfigJson(self._content | other._content, self.name, other._where)
 
     def finish(self, inert: Collection[str] = ()) -> None:
-        """Raises a UserError for a key that was not read.
+        """Raises an UnknownKey for a key that was not read and may matter.
+
+        One that is off, by its value, is told of.
 
         Args:
           inert: keys that change nothing.
         """
         rest = sorted(self._left - set(inert) - (set() if self._where else _OF_ALL))
+        for key in rest:
+            if not any(self._content[key] is x for x in (None, False)) and (
+                self._content[key] not in ("", [], {})
+            ):
+                error = self.error(key, "jshard does not know this key")
+                raise UnknownKey(str(error), self._where + key)
         if rest:
-            raise self.error(
-                rest[0],
-                "jshard does not know this key; if it changes nothing, remove it",
+            off = [_shown_key(self._where + key) for key in rest]
+            _tell(
+                "jshard: config.json has keys that jshard does not know, and that are "
+                f"off (false, null or empty): {', '.join(off)}"
             )
 
     def error(self, key: str, why: str) -> jshard.UserError:
@@ -222,6 +257,17 @@ def write_sizes(
         "model_type": model_type,
         **{theirs: model[ours] for ours, (theirs, *_) in sizes.items()},
     }
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    """Shows a line to the user, once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _type(content: Json) -> str:
+    found = content.get("model_type")
+    return found if isinstance(found, str) else ""
 
 
 def _is_number(x: Any) -> bool:

@@ -34,11 +34,18 @@ _INERT = set(
     embd_pdrop ep_size experts_per_token hidden_act hidden_activation
     initial_context_length intermediate_size max_window_layers num_mtp_layers
     num_nextn_predict_layers output_router_logits pretraining_tp resid_pdrop
-    router_aux_loss_coef router_jitter_noise seq_aux _sliding_window_pattern
+    router_aux_loss_coef router_jitter_noise seq_aux sliding_window_size
+    _sliding_window_pattern
     """.split()
 )
 _INERT |= {key for family in FAMILIES.values() for key in family.reads}
 _INERT -= {"original_max_position_embeddings"}
+# Of the first releases of Llama; of folders without a class; and of models without a
+# head, which is the embedding where the two are tied.
+_ALSO = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+_ALSO |= {family.model_type: name for name, family in FAMILIES.items()}
+_ALSO |= {name.replace("ForCausalLM", "Model"): name for name in FAMILIES}
+_ALSO["Gemma3TextModel"] = "Gemma3ForCausalLM"
 
 
 def read_config(json: Json) -> dict[str, Any]:
@@ -48,7 +55,7 @@ def read_config(json: Json) -> dict[str, Any]:
       UserError: the architecture, or a feature of it, is not there; or a key is
         missing, unknown or of a wrong type.
     """
-    config = ConfigJson.of(json, FAMILIES)
+    config = ConfigJson.of(json, FAMILIES, also=_ALSO)
     family = FAMILIES[config.name]
     defaults = {**DEFAULTS, **family.defaults}
 

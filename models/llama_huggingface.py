@@ -22,6 +22,8 @@ UNTIED = {"tied": False}
 # The table of a tied head, and what the files call a head of its own.
 TIED_HEAD = ("embed.embedding", "lm_head.weight")
 
+_PREFIX = "model."  # files of models without a head lack it
+
 
 def write_config(model: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of a config.json for a model."""
@@ -116,8 +118,8 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
     """Returns where the files keep each array, by its name, one layer at a time."""
     config = _config(model)
     found = {
-        "embed.embedding": FileTensor(("model.embed_tokens.weight",)),
-        "norm.scale": FileTensor(("model.norm.weight",)),
+        "embed.embedding": _tensor("embed_tokens.weight"),
+        "norm.scale": _tensor("norm.weight"),
     }
     if not config.tied:
         found |= linear("head", "lm_head", bias=False)
@@ -127,9 +129,16 @@ def tensors(model: Mapping[str, Any]) -> dict[str, FileTensor]:
         layer = _layer_tensors(own)
         for i in range(start, stop):
             for name, place in layer.items():
-                names = tuple(f"model.layers.{i}.{x}" for x in place.names)
-                found[f"{stack}.{i - start}.{name}"] = place._replace(names=names)
+                names = tuple(f"layers.{i}.{x}" for x in place.names)
+                whole = tuple(f"{_PREFIX}{x}" for x in names)
+                found[f"{stack}.{i - start}.{name}"] = place._replace(
+                    names=whole, older=(names,)
+                )
     return found
+
+
+def _tensor(name: str) -> FileTensor:
+    return FileTensor((_PREFIX + name,), older=((name,),))
 
 
 def _layer_tensors(config: LlamaConfig) -> dict[str, FileTensor]:

@@ -22,6 +22,7 @@ from jshard.models.huggingface_config import (
 from jshard.models.tensor_places import linear
 
 _NAME = "T5ForConditionalGeneration"
+_ALSO = {"T5WithLMHeadModel": _NAME, "t5": _NAME}
 # Our keys, and config.json's with their defaults and kinds.
 _SIZES = {
     "vocab_size": ("vocab_size", 32128, COUNT),
@@ -42,7 +43,7 @@ _INERT = ("dropout_rate", "is_decoder", "n_positions")
 
 def read_config(json: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of ``T5Config`` that a config.json decides."""
-    config = ConfigJson.of(json, [_NAME])
+    config = ConfigJson.of(json, [_NAME], also=_ALSO)
     model = read_sizes(config, _SIZES)
     mlp = config.get("feed_forward_proj", "relu", one_of(_ACTIVATIONS))
     activation, gated = _ACTIVATIONS[mlp]

@@ -139,11 +139,7 @@ def mask_token(config):
     if not isinstance(tokenizer, FileTokenizer):
         token, special = tokenizer.vocab_size, [tokenizer.eos_id]
     else:
-        names = tokenizer.special_tokens
-        numbers = {
-            name: int(tokenizer.encode(text, special=False)[0])
-            for name, text in names.items()
-        }
+        numbers = tokenizer.special_ids
         token, special = numbers.get("mask_token"), list(numbers.values())
     if data.mask_token != "auto":
         token = data.mask_token

@@ -12,6 +12,7 @@ from typing import Any
 MOST_JSON = 2**25  # bytes of a file; the index of the largest models has 9 MB
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LONGEST = 255  # bytes of a name, on all file systems in use
+POINTER = "a pointer of Git LFS, not the file: run git lfs pull in its folder"
 _DEEPEST = 100  # levels; what reads the values may recurse, and Python's limit is 1000
 
 
@@ -62,7 +63,15 @@ def _read(file: Path, most: int) -> bytes:
         raise OSError(errno.EINVAL, "not a regular file", str(file))
     if status.st_size > most:
         raise ValueError(f"{status.st_size:,} bytes, more than {most:,}")
+    if is_pointer(file):
+        raise ValueError(POINTER)
     return file.read_bytes()
+
+
+def is_pointer(file: Path) -> bool:
+    """Returns whether Git LFS has left a file where it is, and a note of it here."""
+    with file.open("rb") as stream:
+        return stream.read(40).startswith(b"version https://git-lfs.github.com/")
 
 
 def path_inside(folder: Path, name: Any) -> Path:

@@ -29,6 +29,7 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 _TIMM = "architecture"  # transformers has "architectures"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -140,5 +141,6 @@ def copy_files(names: Iterable[str], source: Path, target: Path) -> list[str]:
     """Copies those of the files that a folder has; returns their names."""
     found = [name for name in names if (source / name).is_file()]
     for name in found:
+        (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, target / name)
     return found

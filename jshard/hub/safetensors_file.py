@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
+from jshard.checkpoint.untrusted import (
+    POINTER,
+    is_pointer,
+    parse_json,
+    path_inside,
+    read_json,
+)
 from jshard.errors import UserError
 from jshard.hub.quantised import fp8, mxfp4
 from jshard.hub.safetensors_write import INDEX, SINGLE
@@ -118,6 +124,8 @@ def find_tensors(path: Path) -> dict[str, StoredTensor]:
         try:
             if not file.is_file():  # a pipe or a device may never end
                 raise OSError("no file" if file.exists() else "it does not exist")
+            if is_pointer(file):
+                raise ValueError(POINTER)
             with safe_open(file, framework="np"):
                 pass  # it checks the header, and the file's size against it
             found |= _read_header(file)

@@ -12,7 +12,7 @@ from jshard.config.run_config import Config, check, complete, declarations, flat
 from jshard.config.shared_keys import DEFAULTS
 from jshard.hub.online.download import pin, pin_mixture
 from jshard.recipe.definition import Recipe
-from jshard.recipe.model_map import SOURCE, require_map, take_architecture
+from jshard.recipe.model_map import IGNORED, SOURCE, require_map, take_architecture
 
 
 def read_keys(
@@ -114,7 +114,8 @@ def _defaults(recipe: Recipe, given: Mapping[str, Any], workdir: Path | None) ->
         source = str(given[SOURCE])
         why = f"--config.{SOURCE}={source} names a Hugging Face folder"
         require_map(recipe.huggingface or recipe.timm, recipe.name, why)
-        override(config, {SOURCE: source}, recipe.name)
+        ignored = {IGNORED: given[IGNORED]} if IGNORED in given else {}
+        override(config, {SOURCE: source, **ignored}, recipe.name)
         if source:
             pin_names(config, workdir)
             map_of = lambda path: require_map(recipe.map_of(path), recipe.name, why)

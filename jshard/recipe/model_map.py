@@ -4,7 +4,8 @@ A recipe whose model can be exchanged with Hugging Face has an attribute `huggin
 a module with three functions, `model` being its config's group of that name:
 
 - `read_config(json)` returns the values of `model.*` that a config.json says, or raises
-  a UserError that names what the model does not have;
+  a UserError that names what the model does not have, with an attribute `unknown_key`
+  if that is a key it does not know, which `model.ignore` may name;
 - `write_config(model)` returns a config.json, or raises a UserError if there is no such
   model there;
 - `tensors(model)` returns a `FileTensor` for every array of the model, by its name
@@ -39,8 +40,8 @@ from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.download import cached_path, local_path
 from jshard.hub.tied_heads import other_head
 
-FROM = "from"  # the key in the group `model`
-SOURCE = f"model.{FROM}"
+FROM, IGNORE = "from", "ignore"  # keys in the group `model`
+SOURCE, IGNORED = f"model.{FROM}", f"model.{IGNORE}"
 FUNCTIONS = {
     "read_config": ("json",),
     "write_config": ("model",),
@@ -50,11 +51,11 @@ FUNCTIONS = {
 _FREE = ("sequence_length", "context_length")
 
 
-# The key `model.from`, which a recipe's own functions do not see.
+# The keys `model.from` and `model.ignore`, which a recipe's own functions do not see.
 
 
 def declare_source(get_config: Callable[[], Config]) -> Callable[[], Config]:
-    """Adds the key `model.from` to the config that a recipe's function returns."""
+    """Adds these keys to the config that a recipe's function returns."""
 
     @functools.wraps(get_config)
     def call() -> Config:
@@ -72,13 +73,17 @@ def declare_source(get_config: Callable[[], Config]) -> Callable[[], Config]:
                     kind=Path,
                     hub="model",
                 )
+                config.model[IGNORE] = Key(
+                    "",
+                    "unknown keys of its config.json that change nothing, like a,b",
+                )
         return config
 
     return call
 
 
 def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Removes `model.from` from the config that a recipe's function gets.
+    """Removes what is not the model's from the config that a recipe's function gets.
 
     The sizes are in the config, and `ModelConfig(**config.model)` stays possible.
     """
@@ -88,7 +93,7 @@ def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(config.get("model"), ConfigDict) and FROM in config.model:
             config = config.copy_and_resolve_references()
             with config.unlocked():
-                del config.model[FROM]
+                del config.model[FROM], config.model[IGNORE]
         return function(config, *rest)
 
     return call
@@ -115,7 +120,7 @@ def take_architecture(
         found = _recorded(workdir, source)
     if found is None:
         path = local_path(source, (folders.CONFIG,))
-        found = read_architecture(path, map_of(path))
+        found = read_architecture(path, map_of(path), config.model[IGNORE])
     declared = declarations(config)
     for key, value in found.items():
         _check_type(declared.get(f"model.{key}"), key, value, path)
@@ -137,17 +142,29 @@ def _check_type(declared: Knob | None, key: str, value: Any, folder: Path) -> No
         )
 
 
-def read_architecture(folder: Path, huggingface: types.ModuleType) -> Mapping[str, Any]:
+def read_architecture(
+    folder: Path, huggingface: types.ModuleType, ignored: str = ""
+) -> Mapping[str, Any]:
     """Returns the `model.*` keys that a Hugging Face folder's config.json says.
+
+    Of the keys in `ignored`, "a,b", those count as missing that the map does not know.
 
     Raises:
       UserError: The folder cannot be read, or holds another architecture.
     """
     content = folders.read_config(folder)
+    keys = [key.strip() for key in ignored.split(",") if key.strip()]
     try:
-        return _with_head(folder, huggingface, huggingface.read_config(content))
+        return _with_head(folder, huggingface, _read(huggingface, content, keys))
     except UserError as error:
-        raise UserError(f"{folder}: {error}") from error
+        advice = ""
+        if key := getattr(error, "unknown_key", ""):
+            known = ",".join([*keys, key])
+            advice = (
+                f"; if it changes nothing, set --config.{IGNORED}={known}, or "
+                f"--ignore={known} of what uses a model"
+            )
+        raise UserError(f"{folder}: {error}{advice}") from error
     except (LookupError, ArithmeticError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder / folders.CONFIG} is not complete: {error!r}"
@@ -173,11 +190,33 @@ def _with_head(
     return model
 
 
+def _read(
+    huggingface: types.ModuleType, content: dict[str, Any], ignored: list[str]
+) -> Mapping[str, Any]:
+    """Returns what a map reads, without unknown keys that are to be ignored."""
+    for _ in ignored:
+        try:
+            return huggingface.read_config(content)
+        except UserError as error:
+            if (key := getattr(error, "unknown_key", "")) not in ignored:
+                raise
+            content = _without(content, key)
+    return huggingface.read_config(content)
+
+
+def _without(content: dict[str, Any], key: str) -> dict[str, Any]:
+    first, _, rest = key.partition(".")
+    if rest and key not in content:
+        return content | {first: _without(content[first], rest)}
+    return {name: value for name, value in content.items() if name != key}
+
+
 def _recorded(workdir: Path, source: str) -> dict[str, Any] | None:
     """Returns the `model.*` keys of the run in a folder, if from the same source."""
     try:
         model = read_json(workdir / "config.json")["model"]
         if model.pop(FROM, None) == source:
+            model.pop(IGNORE, None)
             return model
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         pass  # no run, or one that is reported when it is resumed
@@ -211,7 +250,7 @@ def find_map(
     if not folders.is_huggingface(path):
         return None
     required = require_map(huggingface, recipe, f"{path} is a Hugging Face folder")
-    theirs = read_architecture(path, required)
+    theirs = read_architecture(path, required, config.model[IGNORE])
     model = model_of(config.to_dict())
     source = config.model[FROM]
     if not source or cached_path(source).resolve() != path.resolve():
@@ -257,7 +296,11 @@ def check_map(module: Any, file: Path | str, attribute: str) -> None:
 
 def model_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the `model.*` keys of a config, for the functions of a map."""
-    return {key: value for key, value in config["model"].items() if key != FROM}
+    return {
+        key: value
+        for key, value in config["model"].items()
+        if key not in (FROM, IGNORE)
+    }
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -42,6 +42,10 @@ MODEL_OPTIONS = {
         None, "the frozen weights of a run of adapters, if they have moved", kind=Path,
         hub="model", shown="DIR",
     ),
+    "ignore": Option(
+        None, "unknown keys of a config.json that change nothing, like a,b", kind=str,
+        shown="KEYS",
+    ),
     **cluster.OPTIONS,
 }  # fmt: skip
 
@@ -78,6 +82,7 @@ def started(arguments: SimpleNamespace) -> Iterator[TrainedModel]:
                 arguments.dtype,
                 ema=arguments.ema,
                 base=arguments.base,
+                ignored=arguments.ignore or "",
             )
         )
         note(f"model: {model}")

@@ -38,15 +38,19 @@ from jshard.recipe.build import Job
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.model_map import SOURCE, find_map
+from jshard.recipe.model_map import IGNORED, SOURCE, find_map
 from jshard.run.source import find_source
 from jshard.trained.huggingface_export import find_recipe_of
 
-# Recipes with the models of Hugging Face, by architecture; llama.py has the rest.
+# Recipes with the models of Hugging Face, by architecture, or by type where there is
+# none; llama.py has the rest.
 _RECIPES = {
     "GPT2LMHeadModel": "gpt.py",
     "GPT2Model": "gpt.py",
     "T5ForConditionalGeneration": "t5.py",
+    "T5WithLMHeadModel": "t5.py",
+    "gpt2": "gpt.py",
+    "t5": "t5.py",
 }
 _OTHERS = "llama.py:3-8b"
 
@@ -212,6 +216,7 @@ def open_model(
     *,
     ema: bool = False,
     base: Path | None = None,
+    ignored: str = "",
 ) -> Iterator[TrainedModel]:
     """Finds a trained model; use it inside the block, like ``open_recipe``.
 
@@ -224,6 +229,8 @@ def open_model(
         float32 for a Hugging Face folder.
       ema: Whether to take the averages of the run's parameters.
       base: What the run's frozen parameters are read from, if they have moved.
+      ignored: Unknown keys of a Hugging Face folder's config.json that change nothing,
+        like "a,b".
 
     Raises:
       UserError: There is no model, or it is of an unknown architecture, or has no
@@ -233,10 +240,12 @@ def open_model(
     if is_huggingface(path):
         _check_averages(path, not ema)
         _check_base(path, None, base)
-        (architecture, *_) = read_config(path).get("architectures") or [""]
-        found = find_recipe(recipe or _RECIPES.get(architecture, _OTHERS))
+        content = read_config(path)
+        names = content.get("architectures") or content.get("model_type")
+        (architecture, *_) = names if isinstance(names, list) else [names]
+        found = find_recipe(recipe or _RECIPES.get(str(architecture), _OTHERS))
         with open_recipe(found) as opened:
-            config = make_config(opened, {SOURCE: str(path)})
+            config = make_config(opened, {SOURCE: str(path), IGNORED: ignored})
             yield TrainedModel(path, opened, config, dtype or "float32")
         return
     step = find_step(path)

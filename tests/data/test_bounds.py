@@ -222,12 +222,13 @@ def test_tokens_are_numbered_from_0_below_2_to_the_31(number):
 
 
 def test_vocabularies_of_65536_tokens_are_uint16(tmp_path, monkeypatch):
+    library = pytest.importorskip("tokenizers")
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
     for largest, dtype in ((2**16 - 1, np.uint16), (2**16, np.uint32)):
         vocabulary = {"a": 0, "b": largest}
-        stub = SimpleNamespace(get_vocab=lambda found=vocabulary, **_: found)
-        monkeypatch.setattr(tokenizers, "_open", lambda file, stub=stub: stub)
+        made = library.Tokenizer(library.models.WordLevel(vocabulary, unk_token="a"))
+        monkeypatch.setattr(tokenizers, "_open", lambda file, made=made: made)
         found = tokenizers.FileTokenizer(file)
         assert (found.vocab_size, found.dtype) == (largest + 1, dtype)
 

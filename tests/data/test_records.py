@@ -108,6 +108,7 @@ def test_a_dictionary_of_datasets_keeps_its_splits(tmp_path):
         ("[1]", r"a\.jsonl: the line at byte 14 is not a JSON object"),
         ('{"body": "b"}', r"'text' is not there.* set data\.text_key .* one of body"),
         ('{"text": 7}', r"'text' is a int, not a text"),
+        ('{"text": null}', "'text' is null: leave the record out, or give it a text"),
         ('{"text": "\\ud800"}', r"a\.jsonl: has a text that is not valid Unicode"),
     ],
 )

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard.checkpoint.untrusted import parse_json
-from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.chat import load_chat, tools_of
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError, some_of
 
@@ -41,12 +40,7 @@ class PairEncoder:
         """
         prompt, chosen, rejected, is_chat = _parts(record, where)
         if is_chat:
-            tools = record.get("tools") or None
-            try:
-                tools = parse_json(tools) if isinstance(tools, str) else tools
-            except ValueError as error:
-                raise UserError(f"{where}: 'tools' is not JSON: {error}") from error
-            chat = load_chat(self._tokenizer, where)
+            tools, chat = tools_of(record, where), load_chat(self._tokenizer, where)
             write = functools.partial(chat.render, tools=tools, where=where)
             first = self._encode(write(prompt, add_generation_prompt=True), where, True)
             whole = [

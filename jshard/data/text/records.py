@@ -71,6 +71,11 @@ def read_texts(part: Slice, text_key: str) -> Iterator[str]:
     for where, record in read_records(part, text_key):
         text = record.get(text_key)
         if not isinstance(text, str):
+            if text_key in record and text is None:
+                raise UserError(
+                    f"{where}: {text_key!r} is null: leave the record out, or give it "
+                    "a text"
+                )
             what = f"a {type(text).__name__}" if text_key in record else "not there"
             raise UserError(
                 f"{where}: {text_key!r} is {what}, not a text; set data.text_key "

@@ -9,31 +9,47 @@ import hashlib
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint.untrusted import read_text
+from jshard.checkpoint.untrusted import parse_json, read_text
+from jshard.cli.terminal import show
 from jshard.data.tokenizers.chat_template import Template, TemplateError
-from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, read_json
+from jshard.data.tokenizers.named_tokens import CONFIG, read_json
+from jshard.data.tokenizers.tokenizer import TEMPLATES, FileTokenizer, Tokenizer
 from jshard.errors import UserError, some_of
 
-_FILE = "chat_template.jinja"
+_DEFAULT, _TOOLS = "default", "tool_use"
+# Where messages have what was thought before an answer; a template reads one of them.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Chat:
     """Writes chats as text and tokens.
 
-    `where` is the template's file, for errors.
+    `where` is the template's file, for errors. Chats with tools are written by
+    `with_tools`, if that is given.
 
     Attributes:
       digest: Differs between templates.
     """
 
-    def __init__(self, tokenizer: FileTokenizer, template: str, where: str):
+    def __init__(
+        self,
+        tokenizer: FileTokenizer,
+        template: str,
+        where: str,
+        with_tools: "Chat | None" = None,
+    ):
         self.digest = hashlib.sha256(template.encode()).hexdigest()
+        if with_tools is not None:
+            self.digest += with_tools.digest
         self._tokenizer = tokenizer
         self._where = where
+        self._with_tools = with_tools
+        self._unread = set(_THOUGHTS) - set(re.findall(r"\w+", template))
         # Text that no conversation holds, around what a template marks as generated.
         self._marks = (f"<{uuid.uuid4().hex}>", f"</{uuid.uuid4().hex}>")
         self._marked = re.search(r"{%[-+]?\s*generation\b", template) is not None
@@ -62,6 +78,13 @@ class Chat:
           add_generation_prompt: End with the beginning of an answer.
           where: What to call the conversation in an error.
         """
+        if tools is not None and self._with_tools is not None:
+            return self._with_tools.render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                where=where,
+            )
         text = self._render(messages, tools, add_generation_prompt, where)
         return text.replace(self._marks[0], "").replace(self._marks[1], "")
 
@@ -77,6 +100,7 @@ class Chat:
 
         Args:
           record: {"messages": [{"role": ..., "content": ...}, ...]}, perhaps "tools".
+            A key of a message that is null counts as missing.
           where: What to call it in an error.
 
         Returns:
@@ -87,7 +111,10 @@ class Chat:
             messages look different once an answer follows, so that the answer's tokens
             are not known.
         """
-        messages, tools = _checked(record, where), record.get("tools") or None
+        messages, tools = _checked(record, where), tools_of(record, where)
+        if tools is not None and self._with_tools is not None:
+            return self._with_tools.encode(record, where)
+        self._tell_of_unread(messages, where)
         text = self._render(messages, tools, False, where)
         if self._marked:
             text, spans = self._split(text, where)
@@ -104,6 +131,19 @@ class Chat:
             last = np.searchsorted(offsets[:, 0], stop, "left")
             trained[first:last] = start < stop
         return tokens.astype(self._tokenizer.dtype), trained
+
+    def _tell_of_unread(
+        self, messages: Sequence[Mapping[str, Any]], where: str
+    ) -> None:
+        """Tells, once each, of thoughts that the template does not write."""
+        for key in sorted(self._unread):
+            if any(isinstance(message.get(key), str) for message in messages):
+                self._unread.discard(key)
+                show(
+                    f"{where}: {self._where} does not read {key!r} of messages, so it "
+                    "is not trained on; rename it to what the template reads",
+                    error=True,
+                )
 
     def _answers(
         self, messages: list[Any], tools: Any, text: str, where: str
@@ -146,6 +186,10 @@ class Chat:
         add_generation_prompt: bool,
         where: str,
     ) -> str:
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         variables = {
             "messages": messages,
             "tools": tools,
@@ -156,6 +200,19 @@ class Chat:
             return self._template.render(variables | self._tokenizer.special_tokens)
         except TemplateError as error:
             raise UserError(f"{where}: {self._where} refuses it: {error}") from error
+
+
+def tools_of(record: Mapping[str, Any], where: str) -> Any:
+    """Returns the functions that a record describes, perhaps as JSON, or None.
+
+    Raises:
+      UserError: They are a text that is no JSON.
+    """
+    tools = record.get("tools") or None
+    try:
+        return parse_json(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise UserError(f"{where}: 'tools' is not JSON: {error}") from error
 
 
 def load_chat(tokenizer: Tokenizer, where: str) -> Chat:
@@ -177,27 +234,51 @@ def load_chat(tokenizer: Tokenizer, where: str) -> Chat:
 @functools.lru_cache(maxsize=8)
 def _load_chat(tokenizer: FileTokenizer) -> Chat:
     folder = tokenizer.file.parent
-    file = folder / _FILE
-    try:
-        template: str | None = read_text(file)
-    except FileNotFoundError:
-        template = None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from error
-    if template is not None:
-        return Chat(tokenizer, template, str(file))
-    name = "tokenizer_config.json"
-    found = read_json(folder, [name]).get("chat_template")
+    templates, where = _of_files(folder), str(folder / TEMPLATES[0])
+    if not templates:
+        templates, where = _of_config(folder), str(folder / CONFIG)
+    if not templates:
+        raise UserError(
+            f"{folder}: has no chat template, neither {TEMPLATES[0]} nor in {CONFIG}; "
+            "put the one of the model's chat version there"
+        )
+    with_tools = None
+    if (template := templates.get(_TOOLS)) is not None:
+        own = folder / (CONFIG if where.endswith(CONFIG) else TEMPLATES[1])
+        with_tools = Chat(tokenizer, template, str(own))
+    missing = f"its templates are {some_of(sorted(templates))}, none of them default"
+    template = templates.get(_DEFAULT, f"{{{{ raise_exception({missing!r}) }}}}")
+    return Chat(tokenizer, template, where, with_tools)
+
+
+def _of_files(folder: Path) -> dict[str, str]:
+    """Returns the templates that are files, by name."""
+    found = {}
+    for name, file in zip((_DEFAULT, _TOOLS), TEMPLATES, strict=True):
+        try:
+            found[name] = read_text(folder / file)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder / file}: cannot be read: {error}") from error
+    return found
+
+
+def _of_config(folder: Path) -> dict[str, str]:
+    """Returns the templates of a tokenizer_config.json, by name."""
+    found = read_json(folder, [CONFIG]).get("chat_template")
+    if isinstance(found, str):
+        return {_DEFAULT: found}
     if isinstance(found, list):  # several, each with a name
         several = [each for each in found if isinstance(each, dict)]
-        named = [x.get("template") for x in several if x.get("name") == "default"]
-        found = named[0] if named else None
-    if not isinstance(found, str):
-        raise UserError(
-            f"{folder}: has no chat template, neither {_FILE} nor in {name}; put the "
-            "one of the model's chat version there"
-        )
-    return Chat(tokenizer, found, str(folder / name))
+        named = [(each.get("name"), each.get("template")) for each in several]
+    else:
+        named = list(found.items()) if isinstance(found, dict) else []
+    return {
+        name: template
+        for name, template in named
+        if isinstance(name, str) and isinstance(template, str)
+    }
 
 
 def _checked(record: Mapping[str, Any], where: str) -> list[Any]:

@@ -1,5 +1,6 @@
 """Tokenizers: bytes, pieces, or files of Hugging Face's `tokenizers` library."""
 
+import copy
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,13 @@ from jshard.data.tokenizers.byte_pieces import (
     PieceTokenizer,
     python_pieces,
 )
+from jshard.data.tokenizers.named_tokens import (
+    NAMING,
+    ROLES,
+    name_tokens,
+    read_json,
+)
+from jshard.data.tokenizers.tokenizer_settings import apply_settings
 from jshard.errors import UserError
 from jshard.hub.online.download import local_path
 
@@ -22,13 +30,12 @@ BYTE_VOCAB = ByteTokenizer.vocab_size
 PYTHON = "python"  # the name of the pieces that come with jshard
 FILE = "tokenizer.json"
 _MOST = 2**28  # bytes of it; the largest ones have 40 MB
-# Where special tokens are named; the first that names one decides.
-_NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
 _NUMBERING = ("config.json", "generation_config.json")
 
 
 class FileTokenizer:
-    """A `tokenizer.json`, with the special tokens that the files beside it name.
+    """A `tokenizer.json`, with what transformers takes from the files beside it.
 
     The attributes are those of `ByteTokenizer`, and
 
@@ -36,22 +43,62 @@ class FileTokenizer:
       file: The path of tokenizer.json.
       special_tokens: Texts of special tokens by name, like "bos_token", as chat
         templates read them.
+      special_ids: Their numbers, by name.
     """
 
     def __init__(self, file: Path):
         self.file = file
         self._tokenizer = _open(file)
-        self.digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        before = _state(self._tokenizer)
+        apply_settings(self._tokenizer, file.parent)
+        self.special_tokens = name_tokens(self._tokenizer, file.parent)
+        digest = hashlib.sha256(file.read_bytes())
+        if (after := _state(self._tokenizer)) != before:
+            digest.update(after.encode())
+        self.digest = digest.hexdigest()
         self.dtype = np.dtype(np.uint32)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size <= 2**16:
             self.dtype = np.dtype(np.uint16)
-        self.special_tokens = _special_tokens(file.parent)
+        self.special_ids = {
+            name: vocabulary[text]
+            for name, text in self.special_tokens.items()
+            if text in vocabulary
+        }
         self._numbers = read_json(file.parent, _NUMBERING)
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
         self.stop_ids = self._stop_ids()
+        self._rows: int | None = None
+
+    @property
+    def least_vocab_size(self) -> int:
+        """The rows that an embedding needs for texts without added tokens."""
+        own = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        ids = [i for name, i in self.special_ids.items() if name in ROLES]
+        return 1 + max((*own, *ids, *self.stop_ids), default=-1)
+
+    def within(self, vocab_size: int) -> "FileTokenizer":
+        """Returns this tokenizer for a model that lacks its last added tokens.
+
+        A text that holds one of those is a UserError.
+        """
+        limited = copy.copy(self)
+        limited._rows = vocab_size
+        return limited
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """Raises UserError for a token that the model lacks."""
+        if self._rows is not None and max(ids, default=0) >= self._rows:
+            token = max(ids)
+            text = self._tokenizer.id_to_token(token)
+            raise UserError(
+                f"a text holds {text!a}, token {token} of {self.file}, and the model "
+                f"has {self._rows} tokens: leave it out, or train a model of more "
+                f"(--config.model.vocab_size={self.vocab_size})"
+            )
+        return ids
 
     def encode(self, text: str, *, special: bool = True) -> np.ndarray:
         """Returns the tokens of a prompt, int32[n].
@@ -62,7 +109,7 @@ class FileTokenizer:
             one that begins it.
         """
         found = self._tokenizer.encode(_whole(text), add_special_tokens=special)
-        return np.asarray(found.ids, np.int32)
+        return np.asarray(self._known(found.ids), np.int32)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a text without special ones, and their characters.
@@ -73,7 +120,7 @@ class FileTokenizer:
         """
         found = self._tokenizer.encode(_whole(text), add_special_tokens=False)
         offsets = np.asarray(found.offsets, np.int64).reshape(-1, 2)
-        return np.asarray(found.ids, np.int32), offsets
+        return np.asarray(self._known(found.ids), np.int32), offsets
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the tokens of whole documents, [n] of `dtype`, on all cores.
@@ -85,7 +132,7 @@ class FileTokenizer:
         end = [] if self.eos_id is None else [self.eos_id]
         return [
             np.array(ids if ids[-1:] == end else ids + end, self.dtype)
-            for ids in (document.ids for document in found)
+            for ids in (self._known(document.ids) for document in found)
         ]
 
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
@@ -95,8 +142,8 @@ class FileTokenizer:
 
     def _special_id(self, name: str) -> int | None:
         """Returns a special token's id, by its text or by its number in config.json."""
-        if (text := self.special_tokens.get(name)) is not None:
-            return self._tokenizer.token_to_id(text)
+        if name in self.special_ids:
+            return self.special_ids[name]
         return next(iter(_ids(self.file.parent, self._numbers, f"{name}_id")), None)
 
     def _stop_ids(self) -> tuple[int, ...]:
@@ -123,7 +170,8 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     Args:
       path: "" for bytes, "python" for pieces of Python; or a name on the Hugging Face
         Hub. Loaded once a process.
-      vocab_size: If given, all but bytes must not have more tokens.
+      vocab_size: If given, all but bytes must not have more tokens, besides added ones
+        that are not to be in a text, such as an image's.
 
     Raises:
       UserError: `path` holds no tokenizer or a larger one, or the `tokenizers` library
@@ -132,6 +180,9 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     check_path("data.tokenizer", path, hub=True)
     tokenizer = _load(str(path))
     if path and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        if isinstance(tokenizer, FileTokenizer):
+            if tokenizer.least_vocab_size <= vocab_size:
+                return _within(tokenizer, vocab_size)
         raise UserError(
             f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, more "
             f"than model.vocab_size={vocab_size}; set --config.model.vocab_size="
@@ -142,12 +193,17 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
 
 
 @functools.lru_cache(maxsize=8)
+def _within(tokenizer: FileTokenizer, vocab_size: int) -> FileTokenizer:
+    return tokenizer.within(vocab_size)
+
+
+@functools.lru_cache(maxsize=8)
 def _load(path: str) -> Tokenizer:
     if not path:
         return ByteTokenizer()
     if path == PYTHON:
         return python_pieces()
-    file = local_path(path, (FILE, *_NAMING, *_NUMBERING, "chat_template.jinja"))
+    file = local_path(path, (FILE, *NAMING, *_NUMBERING, *TEMPLATES))
     if file.is_dir():
         file /= FILE
     if not file.is_file():
@@ -171,6 +227,8 @@ def _open(file: Path) -> Any:
         raise UserError(f"{file}: not a tokenizer: it is no file")
     if (size := file.stat().st_size) > _MOST:
         raise UserError(f"{file}: not a tokenizer: it has {size:,} bytes")
+    if untrusted.is_pointer(file):
+        raise UserError(f"{file}: {untrusted.POINTER}")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except BaseException as error:  # the library raises no narrower one
@@ -184,18 +242,12 @@ def _open(file: Path) -> Any:
     return tokenizer
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """Returns texts of special tokens by name: strings, or objects with "content"."""
-    found = {}
-    for name, value in read_json(folder, _NAMING).items():
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if name.endswith("_token") and isinstance(text, str):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:  # JSON can hold half a character
-                raise UserError(f"{folder}: {name} is {text!r}, not a text") from error
-            found[name] = text
-    return found
+def _state(tokenizer: Any) -> str:
+    """Returns what the files beside a tokenizer.json can change."""
+    added = sorted(tokenizer.get_added_tokens_decoder().items(), key=lambda x: x[0])
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
+    states = [part and part.__getstate__() for part in parts]
+    return repr((added, states, tokenizer.encode_special_tokens))
 
 
 def _ids(folder: Path, entries: Mapping[str, Any], name: str) -> list[int]:
@@ -205,19 +257,3 @@ def _ids(folder: Path, entries: Mapping[str, Any], name: str) -> list[int]:
     if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
         raise UserError(f"{folder}: {name} is {str(found)[:80]}, not a token's number")
     return ids
-
-
-def read_json(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the entries of JSON files; of those with one name, that of the first."""
-    entries: dict[str, Any] = {}
-    for name in names:
-        try:
-            found = untrusted.read_json(folder / name)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder / name}: cannot be read: {error}") from error
-        if not isinstance(found, dict):
-            raise UserError(f"{folder / name}: not a JSON object")
-        entries = {**found, **entries}
-    return entries
