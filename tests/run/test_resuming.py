@@ -480,7 +480,7 @@ def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_
         k: v.format(whole=whole) if isinstance(v, str) else v for k, v in keys.items()
     }
     with pytest.raises(jshard.UserError, match=said):
-        train(tmp_path, steps=1, **given)
+        train(tmp_path, steps=1, eval_every=0, **given)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "run").exists()
 
