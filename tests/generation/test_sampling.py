@@ -32,7 +32,7 @@ def reference(logits, temperature, top_k, top_p):
 @hypothesis.given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 2, 5, 10, 12]),  # each compiles
+    top_k=st.sampled_from([0, 1, 4, 10, 12]),  # each compiles
     top_p=st.floats(0.01, 0.99) | st.just(1.0),
 )
 def test_the_tokens_that_remain_are_those_of_the_definition(
@@ -57,11 +57,12 @@ def test_tokens_that_add_up_to_exactly_p_are_enough():
     "sampling", [Sampling(0.7), Sampling(top_k=3), Sampling(1.3, 4, 0.6)], ids=str
 )
 def test_samples_have_the_probabilities_of_what_remains(sampling):
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
+    logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     keys = jax.random.split(jax.random.key(0), 20_000)
     tokens = jax.jit(jax.vmap(lambda key: sample(key, logits, sampling)))(keys)
     frequency = np.bincount(tokens, minlength=8) / len(keys)
-    want = jax.nn.softmax(filtered(logits, sampling))
+    probabilities = jax.jit(lambda x: jax.nn.softmax(filtered(x, sampling)))
+    want = np.asarray(probabilities(logits))
     np.testing.assert_allclose(frequency, want, atol=0.015)
     assert not np.any(frequency[want == 0])
 
