@@ -78,7 +78,7 @@ def asked(policy: jshard.Policy, kind: str) -> set[str]:
 # Groups.
 
 
-@pytest.mark.quick("(2,4)-full")
+@pytest.mark.slow  # by default, some layers gather within groups of two, below
 @every_pair(
     mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
     remat=("full", "names", "none"),
@@ -110,13 +110,13 @@ def test_groups_send_their_part_of_what_the_backward_reads():
 # Some layers, and the root.
 
 
-@pytest.mark.quick("{'first_k': 1")
+@pytest.mark.quick("{'reshard_after_forward': 2, 'first_k': 1")
 @pytest.mark.parametrize(
     ("knobs", "remat"),
     [
         ({"first_k": 0}, "full"),
         ({"reshard_after_forward": 2, "first_k": 2}, "full"),
-        ({"first_k": 1, "reshard_root": True}, "dots"),
+        ({"reshard_after_forward": 2, "first_k": 1, "reshard_root": True}, "dots"),
     ],
     ids=str,
 )
