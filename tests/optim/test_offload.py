@@ -75,7 +75,7 @@ def test_a_small_model_in_host_memory_trains_as_with_jax_and_optax():
         state, metrics = step(state, fsdp.shard_batch(x))
         assert parity.error(metrics["loss"], loss) <= BOUND
         assert parity.error(metrics["grad_norm"], norm) <= BOUND
-    assert norm > parity.CLIP  # so that it acts
+        assert norm > parity.CLIP  # so that it acts
     got = jax.tree.leaves(fsdp.fetch((state.params, state.opt_state)))
     for ours, theirs in zip(got, jax.tree.leaves((params, opt_state)), strict=True):
         assert parity.error(ours, theirs) <= BOUND
