@@ -334,7 +334,7 @@ def check_trouble(results: list[list[Save]], folder: Path, why: str) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["1", "3"]
 
 
-@pytest.mark.slow  # below, a disk that is full for one; test_checkpoint.py fills one
+@pytest.mark.slow  # below, a disk that is full for one; test_failing_saves.py fills one
 def test_a_full_disk_fails_a_save_on_both_and_the_next_one_is_saved(pair, tmp_path):
     with small_disk(tmp_path / "disk", "700k") as disk:
         results = pair.call(save_in_trouble, disk, full_disk, disk)
