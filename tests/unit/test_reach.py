@@ -118,11 +118,13 @@ def test_a_weight_is_whole_however_it_is_reached(place):
 
 
 def read(place: str, way: Callable) -> None:
-    """Traces a step."""
+    """Traces a step: of training for a Unit, and of an evaluation in other places."""
     fsdp = jshard.FSDP(make_mesh(1, 2), POLICY)
     tx = optax.identity()
     state = fsdp.abstract_state(make_model(place), tx)
-    step = fsdp.train_step(functools.partial(loss_fn, [way]), tx)
+    loss = functools.partial(loss_fn, [way])
+    train = place == "unit"
+    step = fsdp.train_step(loss, tx) if train else fsdp.eval_step(loss)
     step.trace(state, example())
 
 
