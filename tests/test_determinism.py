@@ -108,7 +108,6 @@ def plain_masks() -> np.ndarray:
 
 
 @pytest.mark.slow  # by default, nn/test_dropout_masks
-@pytest.mark.quick("(2, 4)")
 @pytest.mark.parametrize(
     ("mesh", "accumulate"),
     [((1, 1), 1), ((1, 8), 2), ((2, 4), 2)],

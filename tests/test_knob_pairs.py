@@ -145,7 +145,6 @@ def check(knobs: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow  # by default, test_parity and each knob's own tests
-@pytest.mark.quick("(1,8)-2-full")  # groups, bfloat16 gathers, all on the host
 @every_pair(**FACTORS)
 def test_every_pair_of_knobs_follows_the_run_on_one_device(case):
     check(case)

@@ -1,6 +1,5 @@
 """Arrays in buckets: how they are cut, by whom written, and who verifies what."""
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,23 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bucket_servers import Folder, running
 from jshard.checkpoint import manifest, stored_arrays
 from jshard.checkpoint.buckets import arrays
-from jshard.checkpoint.buckets.objects import BucketError, Objects
+from jshard.checkpoint.buckets.objects import BucketError
 from jshard.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with running(Folder, tmp_path_factory.mktemp("store")) as server:
-        yield server
-
-
-@pytest.fixture
-def there(store, request) -> Objects:
-    name = re.sub(r"\W+", "-", request.node.name)
-    return Objects(f"{store.url}/{name}")
 
 
 def sharded(values: np.ndarray) -> jax.Array:

@@ -1,31 +1,17 @@
 """The local copy of what is small in a bucket follows it, and is whole or none."""
 
-import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from bucket_servers import Folder, running
 from bucket_steps import Written
 from jshard.checkpoint import manifest
 from jshard.checkpoint.buckets import mirror, step_list
 from jshard.checkpoint.buckets.objects import BucketError, Objects
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with running(Folder, tmp_path_factory.mktemp("store")) as server:
-        yield server
-
-
-@pytest.fixture
-def there(store, request) -> Objects:
-    name = re.sub(r"\W+", "-", request.node.name)
-    return Objects(f"{store.url}/{name}/")
 
 
 def test_a_run_is_copied_without_its_arrays(there, tmp_path):

@@ -3,12 +3,10 @@
 No server is needed: TensorStore's objects are files here.
 """
 
-import re
 from typing import Any
 
 import pytest
 
-from bucket_servers import Folder, running
 from jshard.checkpoint.buckets import objects
 from jshard.checkpoint.buckets.objects import (
     MISSING,
@@ -20,18 +18,6 @@ from jshard.checkpoint.buckets.objects import (
 )
 
 SPEC: Any = Objects.spec  # which `Folder` replaces
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with running(Folder, tmp_path_factory.mktemp("store")) as server:
-        yield server
-
-
-@pytest.fixture
-def there(store, request) -> Objects:
-    name = re.sub(r"\W+", "-", request.node.name)
-    return Objects(f"{store.url}/{name}/")
 
 
 def test_an_object_is_replaced_only_instead_of_what_was_read(there):

@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from bucket_servers import Folder, running
 from bucket_steps import Written
 from jshard.checkpoint import manifest
 from jshard.checkpoint.buckets import step_list
@@ -21,18 +20,6 @@ from jshard.checkpoint.buckets.saves import BucketSaves
 from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.step_folders import find_steps
 from jshard.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    with running(Folder, tmp_path_factory.mktemp("store")) as server:
-        yield server
-
-
-@pytest.fixture
-def there(store, request) -> Objects:
-    name = re.sub(r"\W+", "-", request.node.name)
-    return Objects(f"{store.url}/{name}/")
 
 
 def steps_of(there: Objects) -> list[int]:

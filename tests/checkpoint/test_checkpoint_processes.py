@@ -48,13 +48,24 @@ def pair(tmp_path_factory) -> Iterator[Processes]:
 # On any mesh, by any processes.
 
 
+def save_and_count(folder: Path) -> tuple[list[Save], int]:
+    """Saves the steps 1 and 2; how many manifests are written here, too."""
+    with mock.patch.object(manifest, "write", wraps=manifest.write) as write:
+        reports = save_steps(folder, (1, 8), 1, 2)
+    return reports, write.call_count
+
+
 @pytest.fixture(scope="module")
-def saved(pair, tmp_path_factory) -> Path:
-    """A folder with the steps 1 and 2 of two processes; do not change it."""
+def saves(pair, tmp_path_factory) -> tuple[Path, list[Any]]:
+    """A folder with the steps 1 and 2 of two processes, and what each of them tells."""
     folder = tmp_path_factory.mktemp("saved")
-    for reports in pair.call(save_steps, folder, (1, 8), 1, 2):
-        assert [save.error for save in reports] == ["", ""]
-    return folder
+    return folder, pair.call(save_and_count, folder)
+
+
+@pytest.fixture(scope="module")
+def saved(saves) -> Path:
+    """That folder; do not change it."""
+    return saves[0]
 
 
 @pytest.mark.core
@@ -66,14 +77,11 @@ def test_two_processes_leave_whole_checkpoints_and_nothing_else(saved):
         assert (about["step"], about["processes"]) == (int(step), 2)
 
 
-def manifests_written(folder: Path) -> int:
-    with mock.patch.object(manifest, "write", wraps=manifest.write) as write:
-        save_steps(folder, (1, 8), 1)
-    return write.call_count
-
-
-def test_one_process_writes_the_manifest(pair, tmp_path):
-    assert pair.call(manifests_written, tmp_path) == [1, 0]
+def test_one_process_writes_the_manifests_and_both_report_their_saves(saves):
+    _, told = saves
+    assert [written for _, written in told] == [2, 0]
+    for reports, _ in told:
+        assert [save.error for save in reports] == ["", ""]
 
 
 @pytest.mark.parametrize(
@@ -326,7 +334,7 @@ def check_trouble(results: list[list[Save]], folder: Path, why: str) -> None:
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["1", "3"]
 
 
-@pytest.mark.slow  # below, a disk that is full for one; test_checkpoint.py fills one
+@pytest.mark.slow  # below, a disk that is full for one; test_failing_saves.py fills one
 def test_a_full_disk_fails_a_save_on_both_and_the_next_one_is_saved(pair, tmp_path):
     with small_disk(tmp_path / "disk", "700k") as disk:
         results = pair.call(save_in_trouble, disk, full_disk, disk)

@@ -240,7 +240,6 @@ def check_death(name: str, folder: Path, call: int) -> bool:
 
 
 @pytest.mark.slow  # by default, test_promises
-@pytest.mark.quick("23")
 @pytest.mark.parametrize("call", range(3, 60, 20))
 def test_a_save_that_dies_at_a_system_call_loses_nothing(
     call, library, tmp_path, monkeypatch

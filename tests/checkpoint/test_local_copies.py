@@ -24,7 +24,8 @@ from jshard.checkpoint.local.pieces import neighbors
 from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from known_states import abstract, make_state
-from resumable import RECIPE, read_metrics, train
+from resumable import read_metrics
+from stopped_runs import RECIPE, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

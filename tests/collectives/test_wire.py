@@ -78,7 +78,7 @@ def asked(policy: jshard.Policy, kind: str) -> set[str]:
 # Groups.
 
 
-@pytest.mark.quick("(2,4)-full")
+@pytest.mark.slow  # by default, some layers gather within groups of two, below
 @every_pair(
     mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
     remat=("full", "names", "none"),
@@ -110,13 +110,13 @@ def test_groups_send_their_part_of_what_the_backward_reads():
 # Some layers, and the root.
 
 
-@pytest.mark.quick("{'first_k': 1")
+@pytest.mark.quick("{'reshard_after_forward': 2, 'first_k': 1")
 @pytest.mark.parametrize(
     ("knobs", "remat"),
     [
         ({"first_k": 0}, "full"),
         ({"reshard_after_forward": 2, "first_k": 2}, "full"),
-        ({"first_k": 1, "reshard_root": True}, "dots"),
+        ({"reshard_after_forward": 2, "first_k": 1, "reshard_root": True}, "dots"),
     ],
     ids=str,
 )
@@ -211,54 +211,45 @@ def test_sums_in_the_dtype_of_the_wire_are_reduce_scatters():
 @pytest.mark.parametrize(
     "dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
 )
-def test_gathers_in_one_byte_bring_a_scale_for_each_block(dtype):
+def test_what_an_override_names_travels_in_its_own_dtypes_and_others_in_bytes(dtype):
     sizes = Sizes(width=64, hidden=128, vocab=192)  # whole blocks in every matrix
-    policy = jshard.Policy(precision=jshard.Precision(gather=dtype), accumulate=2)
+    half = jshard.Precision(
+        gather="float16", compute="float32", reduce="float16", sum="float32"
+    )
+    named = {"precision": half}
+    policy = jshard.Policy(
+        precision=jshard.Precision(gather=dtype),
+        overrides={"head": named, "blocks.up*": named},
+        accumulate=2,
+    )
     found, elements = step_collectives(policy, replica=2, sizes=sizes)
-    matrices = {name: n for name, n in elements.items() if n >= 4096}
+    matrices = {name: n * runs(name) for name, n in elements.items() if n >= 4096}
     assert all(n % (4 * BLOCK) == 0 for n in matrices.values())
-    assert {"head.kernel", "blocks.up.kernel"} < matrices.keys()
-    # In each of the two micro-batches forward and backward.
-    values = sum(2 * 2 * n * runs(name) for name, n in matrices.items())
+    halves, in_bytes = {"head.kernel", "blocks.up.kernel"}, {"blocks.down.kernel"}
+    assert matrices.keys() == halves | in_bytes
+    of_half, of_bytes = (
+        sum(matrices[name] for name in names) for names in (halves, in_bytes)
+    )
+    # In each of the two micro-batches forward and backward, with a scale a block.
     assert wire(found, "all-gather") == {
-        (4, "s8"): values * 3 // 4,
-        (4, "f32"): 4 * values // BLOCK * 3 // 4,
+        (4, "f16"): 2 * 2 * 2 * of_half * 3 // 4,
+        (4, "s8"): 2 * 2 * of_bytes * 3 // 4,
+        (4, "f32"): 2 * 2 * 4 * of_bytes // BLOCK * 3 // 4,
     }
-    # Gradients travel as they are.
-    total = sum(n * runs(name) for name, n in matrices.items())
-    assert wire(found, "reduce-scatter") == {(4, "f32"): 2 * 4 * total * 3 // 4}
+    # Gradients travel as they are, but for sums in another dtype than the wire's.
+    assert wire(found, "reduce-scatter") == {(4, "f32"): 2 * 4 * of_bytes * 3 // 4}
+    assert wire(found, "all-to-all") == {(4, "f16"): 2 * 2 * of_half * 3 // 4}
+    exchanges = [c for c in found if c.kind == "all-to-all"]
+    assert sum(c.times for c in exchanges) == 2 * sum(map(runs, halves))
     # Replicated parameters are only all-reduced: all accumulated gradients travel once.
     whole = sum(n * runs(name) for name, n in elements.items() if name not in matrices)
-    total += sizes.vocab * sizes.width
+    total = of_half + of_bytes + sizes.vocab * sizes.width
     reduced: Counter = Counter()
     for (kind, devices, size), times in counted(found).items():
         reduced[devices] += size * times * (kind == "all-reduce")
     assert +reduced == {8: whole, 2: total // 4}
-
-
-def test_what_an_override_names_travels_in_its_own_dtypes():
-    half = jshard.Precision(
-        gather="float16", compute="float32", reduce="float16", sum="float32"
-    )
-    full = {"precision": jshard.Precision()}
-    policy = policies(precision=half, overrides={"norm": full, "blocks.norm*": full})
-    found, elements = step_collectives(policy, replica=2)
-    norms = {name for name in elements if "norm" in name}
-    others = elements.keys() - norms
-    reads = REMATS["full"][1]
-    for dtype, width, names in (("f32", 4, norms), ("f16", 2, others)):
-        total = sum(elements[name] * runs(name) for name in names)
-        again = sum(elements[name] * runs(name) for name in names & reads)
-        assert wire(found, "all-gather")[4, dtype] == width * (total + again) * 3 // 4
-        # Sums in another dtype than the wire's leave as all-to-alls.
-        kind = "all-to-all" if dtype == "f16" else "reduce-scatter"
-        assert wire(found, kind) == {(4, dtype): width * total * 3 // 4}
-    exchanges = [c for c in found if c.kind == "all-to-all"]
-    assert sum(c.times for c in exchanges) == sum(map(runs, others))
     # Over replicas the sums go as they are, the embedding's, too.
-    total = sum(size * runs(name) for name, size in elements.items())
-    total += SIZES.vocab * SIZES.width
-    assert wire(found, "all-reduce") == {(2, "f32"): 4 * total // 4}
+    assert wire(found, "all-reduce")[2, "f32"] == 4 * total // 4
 
 
 @pytest.mark.slow  # test_sums.py has the parts alone

@@ -18,22 +18,9 @@ from jshard.data.mixture import is_mixture, mix, parse_mixture
 from jshard.data.preferences.preference_data import _cut_off
 from jshard.data.text import bigram, token_writer
 from jshard.data.text.records import Slice
-from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers import tokenizer as tokenizers
 from jshard.errors import UserError
-
-
-def write_tokens(file: Path, count: int, dtype: str = "uint16") -> Path:
-    np.arange(count, dtype=dtype).tofile(file)
-    return file
-
-
-def piece(*tokens: int, ends: Any = None, start: int = 0, stop: int = 0) -> Piece:
-    values = np.array(tokens, np.uint32)
-    found = None if ends is None else (lambda: np.array(ends, np.uint64))
-    file = Path("a.txt")
-    return Piece(file, "a", start, stop or len(tokens), lambda: values, found)
-
+from texts import piece
 
 # Token files.
 

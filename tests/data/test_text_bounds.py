@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,24 +12,11 @@ from jshard.data.text import encoded, records
 from jshard.data.text.packing import _documents, _spans, best_fit
 from jshard.data.text.packing import _rows as rows_of
 from jshard.data.text.records import Slice, cut, read_texts
-from jshard.data.text.token_files import Piece, make_header, map_tokens
+from jshard.data.text.token_files import make_header, map_tokens
 from jshard.data.text.windows import read_tokens
 from jshard.data.tokenizers.tokenizer import ByteTokenizer
 from jshard.errors import UserError
-from texts import text, tokens_of, window
-
-
-def write_tokens(file: Path, count: int, dtype: str = "uint16") -> Path:
-    np.arange(count, dtype=dtype).tofile(file)
-    return file
-
-
-def piece(*tokens: int, ends: Any = None, start: int = 0, stop: int = 0) -> Piece:
-    values = np.array(tokens, np.uint32)
-    found = None if ends is None else (lambda: np.array(ends, np.uint64))
-    file = Path("a.txt")
-    return Piece(file, "a", start, stop or len(tokens), lambda: values, found)
-
+from texts import piece, text, tokens_of, window, write_tokens
 
 # Tokens and windows.
 

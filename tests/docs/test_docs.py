@@ -79,19 +79,17 @@ def words(source: Path) -> int:
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_resolve(page):
-    assert not broken_links(page)
+def test_links_resolve():
+    assert {str(page): x for page in PAGES if (x := broken_links(page))} == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page):
-    assert not missing_files(page)
+def test_files_that_are_named_exist():
+    assert {str(page): x for page in PAGES if (x := missing_files(page))} == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_have_rows(page):
-    assert not empty_tables(page.read_text())
+def test_tables_have_rows():
+    texts = {str(page): page.read_text() for page in PAGES}
+    assert {page: x for page, text in texts.items() if (x := empty_tables(text))} == {}
 
 
 def test_the_site_is_short_enough_to_read():

@@ -14,7 +14,6 @@ from flax import nnx
 
 import hlo
 import jshard
-from decoder import Decoder, Sizes, loss_fn
 from filled import filled
 from jshard.four_bit.base import FOUR_BIT
 from jshard.four_bit.codes import FourBit
@@ -22,12 +21,37 @@ from parity import make_update
 from runs import check_close
 
 TX = optax.sgd(0.5, momentum=0.9)
-SIZES = Sizes(layers=2, width=64, hidden=80, vocab=72)
-LAYERS = {"blocks.up.kernel", "blocks.down.kernel"}
+LAYERS, WIDTH, HIDDEN = 2, 64, 80
+IN_BITS = {"blocks.up.kernel", "blocks.down.kernel"}
 
 
-def make(rngs: nnx.Rngs) -> Decoder:
-    model = Decoder(SIZES, rngs)
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Model(nnx.Module):
+    """Layers, and a matrix that is none of a layer."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = jshard.Stack(Block, LAYERS, rngs=rngs)
+        self.head = jshard.Unit(nnx.Linear(WIDTH, 72, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.blocks(x))
+
+
+def loss_fn(model: Any, x: Any) -> jshard.Mean:
+    error = model(x) / 16 - 1
+    return jshard.Mean(jnp.sum(error**2), error.size)
+
+
+def make(rngs: nnx.Rngs) -> Model:
+    model = Model(rngs)
     jshard.nn.add_lora(model, rank=4, alpha=8.0, rngs=rngs)
     return model
 
@@ -37,18 +61,18 @@ def policy(base: str | None = "nf4", **knobs: Any) -> jshard.Policy:
     return jshard.Policy(precision=precision, min_shard_elements=0, **knobs)
 
 
-def batch() -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(0).integers(0, SIZES.vocab, (2, 24, SIZES.length))
-    return {"tokens": tokens[0], "targets": tokens[1]}
+def batch() -> np.ndarray:
+    x = np.random.default_rng(0).normal(size=(24, WIDTH))
+    return x.astype(np.float32)
 
 
 @functools.cache
-def original() -> Decoder:
+def original() -> Model:
     return filled(lambda: make(nnx.Rngs(0)))
 
 
 @functools.cache
-def decoded_model() -> Decoder:
+def decoded_model() -> Model:
     """The model with the values that 4 bits leave of its matrices, and no jshard."""
     model = nnx.clone(original())
     for linear in (model.blocks.up, model.blocks.down):
@@ -131,7 +155,7 @@ def test_adapters_train_as_beside_the_decoded_weights(devices, knobs, reference)
         for path, variable in nnx.to_flat_state(state.frozen)
         if variable.get_metadata(FOUR_BIT, None)
     }
-    assert in_bits == LAYERS
+    assert in_bits == IN_BITS
     params, want = reference
     np.testing.assert_allclose(losses, want, rtol=1e-6)
     got = [np.asarray(x) for x in jax.tree.leaves(fsdp.fetch(state.params))]
@@ -167,7 +191,7 @@ def test_gathers_move_4_bits_and_the_backward_keeps_none_decoded(remat):
     of_bits = [c for c in found if c.results[0].dtype in ("u8", "s8")]
     # Twice for each of the layers' two matrices: forward and backward.
     assert {(c.kind, c.results[0].size) for c in of_bits} == {("all-gather", size)}
-    assert sum(c.times for c in of_bits) == 2 * 2 * SIZES.layers
+    assert sum(c.times for c in of_bits) == 2 * 2 * LAYERS
     others = {
         c.results[0].size for c in found if c.kind == "all-gather" and c not in of_bits
     }
@@ -175,8 +199,8 @@ def test_gathers_move_4_bits_and_the_backward_keeps_none_decoded(remat):
     # No layers' matrices together, nor a decoded one, are anywhere but in a layer.
     floats = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
     assert "64,80" in floats
-    assert f"{SIZES.layers},64,80" not in floats
-    assert f"{SIZES.layers},80,64" not in floats
+    assert f"{LAYERS},64,80" not in floats
+    assert f"{LAYERS},80,64" not in floats
 
 
 def lower_step_of(fsdp: jshard.FSDP) -> Any:

@@ -43,15 +43,19 @@ class Recording(nnx.Module):
         return self.blocks(x)
 
 
-def trace(policy: jshard.Policy) -> tuple[dict[str, Any], str]:
-    """(dtypes seen, the jaxpr of a step)."""
+def trace(policy: jshard.Policy, *, train: bool = True) -> tuple[dict[str, Any], str]:
+    """(dtypes seen, the jaxpr of a step); an evaluation's is sooner traced."""
     Recording.seen.clear()
-    fsdp = jshard.FSDP(jshard.make_mesh(), policy)
-    tx = optax.sgd(0.1)
-    state = fsdp.abstract_state(Recording, tx)
-    x = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
-    jaxpr = str(fsdp.train_step(loss_fn, tx).trace(state, x).jaxpr)
+    jaxpr = jaxpr_of(Recording, policy, train)
     return {name: str(dtype) for name, dtype in Recording.seen.items()}, jaxpr
+
+
+def jaxpr_of(make_model: Any, policy: jshard.Policy, train: bool) -> str:
+    fsdp, tx = jshard.FSDP(jshard.make_mesh(), policy), optax.sgd(0.1)
+    state = fsdp.abstract_state(make_model, tx)
+    x = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
+    step = fsdp.train_step(loss_fn, tx) if train else fsdp.eval_step(loss_fn)
+    return str(step.trace(state, x).jaxpr)
 
 
 BF16 = jshard.Precision(compute="bfloat16", reduce="float32")
@@ -207,19 +211,18 @@ OPEN = (None, jnp.bfloat16, jnp.float16)  # or none that is wider
 
 
 @functools.cache
-def trace_dtypes(precision: jshard.Precision) -> tuple[dict[str, Any], str]:
+def trace_dtypes(
+    precision: jshard.Precision, train: bool
+) -> tuple[dict[str, Any], str]:
     """(dtypes seen, the jaxpr of a step) with a router of each dtype."""
-    return trace_routed(*WIDER, *OPEN, precision=precision)
+    return trace_routed(*WIDER, *OPEN, precision=precision, train=train)
 
 
-def trace_routed(*dtypes: Any, **knobs: Any) -> tuple[dict[str, Any], str]:
+def trace_routed(*dtypes: Any, train: bool, **knobs: Any) -> tuple[dict[str, Any], str]:
     """(dtypes seen, the jaxpr of a step)."""
     Routed.seen.clear()
-    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0, **knobs))
-    tx = optax.sgd(0.1)
-    state = fsdp.abstract_state(lambda rngs: Routed(dtypes, rngs), tx)
-    x = jax.ShapeDtypeStruct((EXAMPLES, WIDTH), jnp.float32)
-    jaxpr = str(fsdp.train_step(loss_fn, tx).trace(state, x).jaxpr)
+    policy = jshard.Policy(min_shard_elements=0, **knobs)
+    jaxpr = jaxpr_of(lambda rngs: Routed(dtypes, rngs), policy, train)
     return dict(Routed.seen), jaxpr
 
 
@@ -229,7 +232,7 @@ ROUTER, DENSE = ("router 0", "router 0 kernel"), ("dense", "dense kernel", "embe
 def test_a_wider_dtype_of_its_own_is_kept():
     for gather in (None, "float32"):
         precision = jshard.Precision(compute="bfloat16", gather=gather)
-        seen, jaxpr = trace_dtypes(precision)
+        seen, jaxpr = trace_dtypes(precision, train=gather is None)
         wider = {*ROUTER, "router 1", "router 1 kernel"}
         assert {seen[name] for name in wider} == {"float32"}
         assert {seen[name] for name in seen.keys() - wider} == {"bfloat16"}
@@ -241,7 +244,8 @@ def test_a_wider_dtype_of_its_own_is_kept():
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 def test_an_open_dtype_and_one_that_is_not_wider_follow_the_policy(compute):
-    seen, _ = trace_dtypes(jshard.Precision(compute=compute))
+    precision = jshard.Precision(compute=compute)
+    seen, _ = trace_dtypes(precision, train=compute == "bfloat16")  # traced above
     routers = range(len(WIDER), len(WIDER + OPEN))
     names = {f"router {i}{part}" for i in routers for part in ("", " kernel")}
     assert {seen[name] for name in names | {*DENSE}} == {compute}
@@ -251,11 +255,15 @@ def test_an_override_that_names_a_module_changes_its_own_dtype():
     bf16 = jshard.Precision(compute="bfloat16")
     for pattern in ("blocks.routers.0", "*"):
         overrides = {pattern: {"precision": bf16}}
-        seen, _ = trace_routed(jnp.float32, precision=bf16, overrides=overrides)
+        seen, _ = trace_routed(
+            jnp.float32, precision=bf16, overrides=overrides, train=False
+        )
         assert set(seen.values()) == {"bfloat16"}
     # Of another field it is none of the dtype's.
     overrides = {"blocks*": {"remat": "full"}}
-    seen, _ = trace_routed(jnp.float32, precision=bf16, overrides=overrides)
+    seen, _ = trace_routed(
+        jnp.float32, precision=bf16, overrides=overrides, train=False
+    )
     assert {seen[name] for name in ROUTER} == {"float32"}
 
 
@@ -279,7 +287,7 @@ def test_an_override_keeps_a_norm_in_full_precision(pattern):
     policy = jshard.Policy(
         min_shard_elements=0, precision=BF16, overrides={pattern: FULL}
     )
-    seen, _ = trace(policy)
+    seen, _ = trace(policy, train=False)
     assert seen == {
         "norm": "float32",
         "scale": "float32",
@@ -290,10 +298,11 @@ def test_an_override_keeps_a_norm_in_full_precision(pattern):
 
 def test_the_first_override_that_matches_wins():
     overrides = {"blocks.norm": FULL, "blocks*": {"precision": BF16}}
-    seen, _ = trace(jshard.Policy(min_shard_elements=0, overrides=overrides))
+    policy = functools.partial(jshard.Policy, min_shard_elements=0)
+    seen, _ = trace(policy(overrides=overrides), train=False)
     assert (seen["norm"], seen["dense"]) == ("float32", "bfloat16")
     overrides = dict(reversed(overrides.items()))
-    seen, _ = trace(jshard.Policy(min_shard_elements=0, overrides=overrides))
+    seen, _ = trace(policy(overrides=overrides), train=False)
     assert (seen["norm"], seen["dense"]) == ("bfloat16", "bfloat16")
 
 

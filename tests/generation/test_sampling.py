@@ -32,7 +32,7 @@ def reference(logits, temperature, top_k, top_p):
 @hypothesis.given(
     seed=st.integers(0, 1000),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    top_k=st.sampled_from([0, 1, 2, 5, 10, 12]),  # each compiles
+    top_k=st.sampled_from([0, 1, 4, 10, 12]),  # each compiles
     top_p=st.floats(0.01, 0.99) | st.just(1.0),
 )
 def test_the_tokens_that_remain_are_those_of_the_definition(
@@ -61,7 +61,8 @@ def test_samples_have_the_probabilities_of_what_remains(sampling):
     keys = jax.random.split(jax.random.key(0), 20_000)
     tokens = jax.jit(jax.vmap(lambda key: sample(key, logits, sampling)))(keys)
     frequency = np.bincount(tokens, minlength=8) / len(keys)
-    want = jax.nn.softmax(filtered(logits, sampling))
+    probabilities = jax.jit(lambda x: jax.nn.softmax(filtered(x, sampling)))
+    want = np.asarray(probabilities(logits))
     np.testing.assert_allclose(frequency, want, atol=0.015)
     assert not np.any(frequency[want == 0])
 

@@ -16,6 +16,7 @@ from jshard.layout.batch import abstract_batch
 
 LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 24, 32, 128, 160
 NARROW = WIDTH + 16
+TX = optax.sgd(1.0)
 
 # Numbers of devices, replicas among them, and settings of the policy.
 MESHES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -76,24 +77,20 @@ def on_mesh(precision: jshard.Precision, case: str) -> jshard.FSDP:
 
 def gradients(fsdp: jshard.FSDP) -> tuple[dict, dict, jax.Array]:
     """(parameters, gradients, loss) of a step, by name."""
-    return stepped(fsdp)[1:]
+    return stepped(fsdp, fsdp.train_step(loss_fn, TX))
 
 
-def stepped(fsdp: jshard.FSDP) -> tuple[Any, dict, dict, jax.Array]:
-    """The same after the step as it is traced."""
-    tx = optax.sgd(1.0)
-    state = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0)), 0.05), tx)
+def stepped(fsdp: jshard.FSDP, step: Any) -> tuple[dict, dict, jax.Array]:
+    """The same of this step."""
+    state = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0)), 0.05), TX)
     before = nnx.to_pure_dict(fsdp.fetch(state.params))
-    step, x = fsdp.train_step(loss_fn, tx), fsdp.shard_batch(inputs())
-    program = step.trace(state, x)
-    state, metrics = step(state, x)
+    state, metrics = step(state, fsdp.shard_batch(inputs()))
     after = nnx.to_pure_dict(fsdp.fetch(state.params))
-    return program, before, jax.tree.map(np.subtract, before, after), metrics["loss"]
+    return before, jax.tree.map(np.subtract, before, after), metrics["loss"]
 
 
 def traced(fsdp: jshard.FSDP) -> tuple[Any, jshard.TrainState, Any]:
-    tx = optax.sgd(1.0)
-    state, step = fsdp.abstract_state(Model, tx), fsdp.train_step(loss_fn, tx)
+    state, step = fsdp.abstract_state(Model, TX), fsdp.train_step(loss_fn, TX)
     x = jax.ShapeDtypeStruct((EXAMPLES, TIME, WIDTH), jnp.float32)
     # As the start-up note traces it, which so need not do that again.
     return step.trace(state, abstract_batch(x, fsdp.mesh)), state, step

@@ -1,7 +1,10 @@
 """Several JAX processes on this machine, which run a test's functions together."""
 
+import contextlib
+import gc
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -28,19 +31,19 @@ class Processes:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         spawn = multiprocessing.get_context("spawn")
-        self._connections: list[Connection] = []
-        self._processes, self._logs = [], []
-        for index in range(count):
-            here, there = spawn.Pipe()
-            log = folder / f"{port}-{index}.log"
-            process = spawn.Process(
-                target=_work, args=(there, index, count, devices, port, str(log))
-            )
-            process.start()
-            there.close()
-            self._connections.append(here)
-            self._processes.append(process)
-            self._logs.append(log)
+        pairs = [spawn.Pipe() for _ in range(count)]
+        self._connections = [here for here, _ in pairs]
+        theirs = [there for _, there in pairs]
+        self._told, tell = spawn.Pipe(duplex=False)
+        self._logs = [folder / f"{port}-{index}.log" for index in range(count)]
+        self._parent = spawn.Process(
+            target=_fork, args=(theirs, tell, devices, port, self._logs)
+        )
+        self._parent.start()
+        for connection in (*theirs, tell):
+            connection.close()
+        self._ids: list[int] = self._told.recv()
+        self._codes: dict[int, int] = {}
 
     def call(
         self, function: Callable, *args: Any, timeout: float = 120, **kwargs: Any
@@ -84,15 +87,21 @@ class Processes:
 
     def wait_for(self, index: int, timeout: float) -> int | None:
         """Waits for a process to end; returns its exit code, None if it lives on."""
-        self._processes[index].join(timeout)
-        return self._processes[index].exitcode
+        deadline = time.monotonic() + timeout
+        while index not in self._codes:
+            if not self._told.poll(max(0.0, deadline - time.monotonic())):
+                return None
+            ended, code = self._told.recv()
+            self._codes[ended] = code
+        return self._codes[index]
 
     def kill(self) -> None:
         """Kills all that still live."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+        if self._parent.is_alive():
+            for number in self._ids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+        self._parent.join()
 
     def __enter__(self) -> Self:
         return self
@@ -101,16 +110,55 @@ class Processes:
         for connection in self._connections:
             connection.close()  # which tells its process to end
         if kind is None:
-            deadline = time.monotonic() + 15
-            for process in self._processes:
-                process.join(max(0.0, deadline - time.monotonic()))
+            self._parent.join(15)
         self.kill()
 
 
+def _fork(
+    theirs: list[Connection],
+    tell: Connection,
+    devices: int,
+    port: int,
+    logs: list[Path],
+) -> None:
+    """Imports once what takes long, starts the processes, and tells how they end."""
+    import pytest  # noqa: F401
+
+    from jshard.checkpoint import checkpointer  # noqa: F401
+
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)  # as in this project's conftest.py
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=_work, args=(theirs, tell, index, devices, port, log))
+        for index, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
+    for connection in theirs:
+        connection.close()
+    tell.send([process.pid for process in processes])
+    living = {*range(len(processes))}
+    while living:
+        wait([processes[index].sentinel for index in living])
+        for index in [i for i in living if processes[i].exitcode is not None]:
+            living.remove(index)
+            tell.send((index, processes[index].exitcode))
+
+
 def _work(
-    connection: Connection, index: int, count: int, devices: int, port: int, log: str
+    theirs: list[Connection],
+    tell: Connection,
+    index: int,
+    devices: int,
+    port: int,
+    log: Path,
 ) -> None:
     """What a process does: one call after the other."""
+    count, connection = len(theirs), theirs[index]
+    for other in (tell, *theirs):
+        if other is not connection:
+            other.close()  # who waits at its other end shall see its process end
     with open(log, "w") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())

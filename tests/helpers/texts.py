@@ -1,10 +1,24 @@
 """Datasets of text, and what is in them."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jshard.data.text.text_data import text_data
+from jshard.data.text.token_files import Piece
+
+
+def write_tokens(file: Path, count: int, dtype: str = "uint16") -> Path:
+    np.arange(count, dtype=dtype).tofile(file)
+    return file
+
+
+def piece(*tokens: int, ends: Any = None, start: int = 0, stop: int = 0) -> Piece:
+    values = np.array(tokens, np.uint32)
+    found = None if ends is None else (lambda: np.array(ends, np.uint64))
+    file = Path("a.txt")
+    return Piece(file, "a", start, stop or len(tokens), lambda: values, found)
 
 
 def text(path, split="train", **options):

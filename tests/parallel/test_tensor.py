@@ -4,7 +4,6 @@ The reference is the model as an ordinary Flax module, on one device, with JAX a
 alone, in float64.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from filled import filled
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.t5 import T5, T5Config
 from jshard.models.vit import ViT, ViTConfig
-from jshard.parallel.context import whole_sequences
 from split_models import (
     MODELS,
     TIME,
@@ -336,145 +334,3 @@ def test_t5_and_vit_say_why_their_sequences_stay_whole(axis):
         message = f"{axis}=2 is not for {name}: .*; use more devices of fsdp"
         with pytest.raises(jshard.UserError, match=message):
             fsdp.abstract_state(make, optax.sgd(0.1))
-
-
-class Holder(nnx.Module):
-    def __init__(self, make, rngs):
-        self.inner = make(rngs)
-
-    def __call__(self, x):
-        return self.inner(x)
-
-
-class Residual(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(16, 32, param_dtype=jnp.float64, rngs=rngs)
-        self.down = nnx.Linear(32, 16, param_dtype=jnp.float64, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(jnp.tanh(self.up(x)))
-
-
-class Bounded(Residual):
-    def __call__(self, x):
-        return jnp.tanh(self.down(jnp.tanh(self.up(x))))
-
-
-class Dropping(Residual):
-    make_dropout = nnx.Dropout
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.dropout = self.make_dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.dropout(self.down(jnp.tanh(self.up(x))))
-
-
-class DroppingAlike(Dropping):
-    make_dropout = jshard.Dropout
-
-
-class Open(Residual):
-    def __call__(self, x):
-        return self.up(x)[..., :16]
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (Residual, r"'add' puts what all devices have beside .*test_tensor.py:\d+"),
-        (Bounded, "'tanh' is not linear in sums over split features"),
-        (Dropping, "sums over split features are dropped on some devices alone"),
-        (DroppingAlike, "Dropout: within tensor_parallel a device has some features"),
-        (Open, "what is added up over devices is no sum over split features"),
-    ],
-)
-def test_modules_that_do_not_end_with_split_rows_are_refused(module, message):
-    class Outer(ForeignModel):
-        def __init__(self, rngs):
-            self.unit = jshard.Unit(Holder(module, rngs))
-
-        def __call__(self, x):
-            return self.unit(x)
-
-    splits = {"unit.inner": jshard.nn.Split(columns=("up",), rows=("down",))}
-    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2), tensor_splits=splits)
-    tx = optax.sgd(0.1)
-    state = fsdp.abstract_state(Outer, tx)
-    step = fsdp.train_step(lambda model, x: jshard.Mean(model(x).sum(), x.size), tx)
-    with pytest.raises(jshard.UserError, match=message):
-        step.trace(state, fsdp.shard_batch(np.ones((8, 4, 16))))
-
-
-TABLE = jnp.arange(16.0).reshape(4, 4)  # of heads, say: begins like (B, T) of a device
-
-
-class Shifted(nnx.Module):
-    """An MLP whose hidden features are shifted by what ``given`` makes."""
-
-    tensor_split = jshard.nn.Split(columns=("up",), rows=("down",))
-
-    def __init__(self, given, closes_over, rngs):
-        self.given, self.closes_over = given, closes_over
-        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.up, self.down = linear(4, 8), linear(8, 4)
-        self.table = nnx.Param(jnp.zeros((4, 4)))
-
-    def __call__(self, x_BTD, classes_B):
-        given = self.given(self, x_BTD, classes_B)
-        fn = lambda x, y: self.down(jnp.tanh(self.up(x)) * jnp.sum(y))
-        if self.closes_over:
-            return jshard.nn.tensor_parallel(lambda x: fn(x, given), x_BTD)
-        return jshard.nn.tensor_parallel(fn, x_BTD, given)
-
-
-class OfShifted(nnx.Module):
-    splits_sequences = True
-
-    def __init__(self, given, closes_over, rngs):
-        make = lambda rngs: Shifted(given, closes_over, rngs)
-        self.blocks = jshard.Stack(make, 2, rngs=rngs)
-
-    def __call__(self, batch):
-        return self.blocks(batch["x"], batch["classes"])
-
-
-NO_TOKENS = {
-    "a constant": lambda module, x_BTD, classes_B: TABLE,
-    "a parameter": lambda module, x_BTD, classes_B: module.table.get_value(),
-    "features of classes": lambda module, x_BTD, classes_B: module.table.get_value()[
-        classes_B
-    ],
-    "a mean over tokens": lambda module, x_BTD, classes_B: jnp.mean(
-        whole_sequences(x_BTD), axis=1
-    ),
-}
-TOKENS = {
-    "features": lambda module, x_BTD, classes_B: x_BTD + 1,
-    "positions": lambda module, x_BTD, classes_B: jnp.broadcast_to(
-        jshard.nn.positions(4), (4, 4)
-    ),
-}
-
-
-def trace_shifted(given, closes_over):
-    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2, fsdp=4))
-    batch = {"x": np.ones((16, 8, 4), np.float32), "classes": np.zeros(16, np.int32)}
-    squares = lambda model, batch: jshard.Mean(jnp.sum(model(batch) ** 2), 1)
-    make = lambda rngs: OfShifted(given, closes_over, rngs)
-    state = fsdp.abstract_state(make, optax.sgd(1.0))
-    fsdp.train_step(squares, optax.sgd(1.0)).trace(state, fsdp.shard_batch(batch))
-
-
-@pytest.mark.parametrize("given", NO_TOKENS.values(), ids=NO_TOKENS)
-def test_what_has_the_shape_of_tokens_by_chance_is_refused(given):
-    with pytest.raises(jshard.UserError, match=r"fn is given float32.4,4., .* close"):
-        trace_shifted(given, closes_over=False)
-    trace_shifted(given, closes_over=True)
-
-
-@pytest.mark.parametrize("given", TOKENS.values(), ids=TOKENS)
-def test_tokens_beside_tokens_are_no_table(given):
-    trace_shifted(given, closes_over=False)

@@ -17,89 +17,97 @@ from jshard.pipe.schedule import (
 )
 from jshard.pipe.stages import Stages
 
-# devices, micro-batches, ticks of a backward, stages of a device
-SIZES = [
-    (p, m, parts, v)
-    for p, m, parts, v in itertools.product(
-        (1, 2, 3, 4, 8), (1, 5, 12, 16), (1, 3), (1, 2, 3)
-    )
-    if v == 1 or m % p == 0
-]
+DEVICES = (1, 2, 3, 4, 8)
 
 
-@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
-def test_each_device_is_idle_for_the_bubble_alone(p, m, parts, v):
-    plan = one_forward_one_backward(p, m, parts, v)
-    assert len(plan.does) == (m * v + p - 1) * (1 + parts)
-    np.testing.assert_allclose(np.mean(plan.does == IDLE, axis=0), bubble(p, m, v))
+def sizes(p):
+    """Micro-batches, ticks of a backward and stages of each of p devices."""
+    for m, parts, v in itertools.product((1, 5, 12, 16), (1, 3), (1, 2, 3)):
+        if v == 1 or m % p == 0:
+            yield m, parts, v
 
 
-@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
-def test_work_comes_in_order_and_after_what_it_needs(p, m, parts, v):
-    when = _when(one_forward_one_backward(p, m, parts, v))
-    assert len(when) == p * v * m * (1 + parts)
-    last, end = BACKWARD + parts - 1, p * v - 1
-    for (stage, does, i), tick in when.items():
-        if does == FORWARD and stage:
-            assert when[stage - 1, FORWARD, i] < tick
-        if does == BACKWARD:
-            assert when[stage, FORWARD, i] < tick
-            if stage < end:
-                assert when[stage + 1, last, i] < tick
-        if does > BACKWARD:
-            assert when[stage, does - 1, i] == tick - 1
-        if i:
-            assert when[stage, does, i - 1] < tick
-    # The loss reads what the latest forward of the last device has made.
-    latest = {
-        t for (k, does, _), t in when.items() if does == FORWARD and k % p == p - 1
-    }
-    for i in range(m):
-        made, read = when[end, FORWARD, i], when[end, BACKWARD, i]
-        assert not latest & set(range(made + 1, read))
+@pytest.mark.parametrize("p", DEVICES)
+def test_each_device_is_idle_for_the_bubble_alone(p):
+    for m, parts, v in sizes(p):
+        plan = one_forward_one_backward(p, m, parts, v)
+        assert len(plan.does) == (m * v + p - 1) * (1 + parts)
+        np.testing.assert_allclose(np.mean(plan.does == IDLE, axis=0), bubble(p, m, v))
 
 
-@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
-def test_a_device_holds_no_more_than_the_known_number_of_micro_batches(p, m, parts, v):
-    plan = one_forward_one_backward(p, m, parts, v)
-    forwards = np.cumsum(plan.does == FORWARD, axis=0)
-    backwards = np.cumsum(plan.does == BACKWARD + parts - 1, axis=0)
-    # Before a tick's end: a backward still reads what it ends.
-    held = forwards - np.concatenate([np.zeros_like(backwards[:1]), backwards[:-1]])
-    held = held.max(axis=0)
-    most = min(p, m) if v == 1 else min(p * v + p - 1, m * v)
-    assert plan.activations == held.max() == most
-    if v == 1:
-        assert (held <= np.minimum(p - np.arange(p), m)).all()
-    assert plan.waiting <= 4
+@pytest.mark.parametrize("p", DEVICES)
+def test_work_comes_in_order_and_after_what_it_needs(p):
+    for m, parts, v in sizes(p):
+        when = _when(one_forward_one_backward(p, m, parts, v))
+        assert len(when) == p * v * m * (1 + parts)
+        last, end = BACKWARD + parts - 1, p * v - 1
+        for (stage, does, i), tick in when.items():
+            if does == FORWARD and stage:
+                assert when[stage - 1, FORWARD, i] < tick
+            if does == BACKWARD:
+                assert when[stage, FORWARD, i] < tick
+                if stage < end:
+                    assert when[stage + 1, last, i] < tick
+            if does > BACKWARD:
+                assert when[stage, does - 1, i] == tick - 1
+            if i:
+                assert when[stage, does, i - 1] < tick
+        # The loss reads what the latest forward of the last device has made.
+        latest = {
+            t for (k, does, _), t in when.items() if does == FORWARD and k % p == p - 1
+        }
+        for i in range(m):
+            made, read = when[end, FORWARD, i], when[end, BACKWARD, i]
+            assert not latest & set(range(made + 1, read))
 
 
-@pytest.mark.parametrize(("p", "m", "parts", "v"), SIZES)
-def test_what_a_device_takes_is_what_its_neighbour_has_sent(p, m, parts, v):
+@pytest.mark.parametrize("p", DEVICES)
+def test_a_device_holds_no_more_than_the_known_number_of_micro_batches(p):
+    for m, parts, v in sizes(p):
+        plan = one_forward_one_backward(p, m, parts, v)
+        forwards = np.cumsum(plan.does == FORWARD, axis=0)
+        backwards = np.cumsum(plan.does == BACKWARD + parts - 1, axis=0)
+        # Before a tick's end: a backward still reads what it ends.
+        held = forwards - np.concatenate([np.zeros_like(backwards[:1]), backwards[:-1]])
+        held = held.max(axis=0)
+        most = min(p, m) if v == 1 else min(p * v + p - 1, m * v)
+        assert plan.activations == held.max() == most
+        if v == 1:
+            assert (held <= np.minimum(p - np.arange(p), m)).all()
+        assert plan.waiting <= 4
+
+
+@pytest.mark.parametrize("p", DEVICES)
+def test_what_a_device_takes_is_what_its_neighbour_has_sent(p):
     """Slots, followed as a device does: nothing is overwritten before it is read."""
-    plan, last = one_forward_one_backward(p, m, parts, v), p * v - 1
-    slots = [[{}, {}, {}] for _ in range(p)]  # sent ahead, sent back, kept
-    for tick, d in itertools.product(range(len(plan.does)), range(p)):
-        does, i = plan.does[tick, d], plan.micro[tick, d]
-        stage, taken = plan.chunk[tick, d] * p + d, plan.takes[tick, d]
-        if does == FORWARD:
-            assert (taken == NONE) == (stage == 0)
-            assert stage == 0 or slots[d][0].pop(taken) == (stage, i)
-            slots[d][2][plan.keeps[tick, d]] = stage, i
-        elif does:
-            assert does > BACKWARD or (taken == NONE) == (stage == last)
-            assert taken == NONE or slots[d][1].pop(taken) == (stage, i)
-            assert slots[d][2][plan.keeps[tick, d]] == (stage, i)
-        if d < p - 1:
-            continue
-        for to in range(p):  # at the end of the tick
-            for way, arriving in enumerate((plan.arriving, plan.returning)):
-                if (slot := arriving[tick, to]) != NONE:
-                    source = (to - 1 if way == 0 else to + 1) % p
-                    k = plan.chunk[tick, source] * p + source + (1 if way == 0 else -1)
-                    assert k % p == to
-                    assert slot not in slots[to][way]
-                    slots[to][way][slot] = k, plan.micro[tick, source]
+    for m, parts, v in sizes(p):
+        plan, last = one_forward_one_backward(p, m, parts, v), p * v - 1
+        slots = [[{}, {}, {}] for _ in range(p)]  # sent ahead, sent back, kept
+        for tick, d in itertools.product(range(len(plan.does)), range(p)):
+            does, i = plan.does[tick, d], plan.micro[tick, d]
+            stage, taken = plan.chunk[tick, d] * p + d, plan.takes[tick, d]
+            if does == FORWARD:
+                assert (taken == NONE) == (stage == 0)
+                assert stage == 0 or slots[d][0].pop(taken) == (stage, i)
+                slots[d][2][plan.keeps[tick, d]] = stage, i
+            elif does:
+                assert does > BACKWARD or (taken == NONE) == (stage == last)
+                assert taken == NONE or slots[d][1].pop(taken) == (stage, i)
+                assert slots[d][2][plan.keeps[tick, d]] == (stage, i)
+            if d < p - 1:
+                continue
+            for to in range(p):  # at the end of the tick
+                for way, arriving in enumerate((plan.arriving, plan.returning)):
+                    if (slot := arriving[tick, to]) != NONE:
+                        source = (to - 1 if way == 0 else to + 1) % p
+                        k = (
+                            plan.chunk[tick, source] * p
+                            + source
+                            + (1 if way == 0 else -1)
+                        )
+                        assert k % p == to
+                        assert slot not in slots[to][way]
+                        slots[to][way][slot] = k, plan.micro[tick, source]
 
 
 def _when(plan):

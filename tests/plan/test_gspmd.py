@@ -27,7 +27,6 @@ MODELS = {
 
 
 @pytest.mark.slow  # of a benchmark
-@pytest.mark.quick("no scan, iota-gpt")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "form",

@@ -33,7 +33,7 @@ def loss_fn(model, batch): ...
 def make_data(config, split): ...
 """
 WATCHED = """
-import os, sys
+import importlib, os, pkgutil, sys
 def watch(event, args):
     if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"):
         sys.exit(f"{event} {args}")
@@ -44,10 +44,31 @@ import jshard
 assert dict(os.environ) == environment or sys.exit("changes the environment")
 import jshard.launch, jshard.train
 assert "jax" not in sys.modules or sys.exit("imports JAX, which parents do not need")
+import jax, jax.numpy, jax.nn, jax.random, jax.extend, flax.nnx, optax
+names = "jax", "jax.lax", "jax.numpy", "jax.nn", "jax.random", "flax.nnx", "optax"
+seen = lambda: {
+    (module, name): (value, getattr(value, "__code__", None))
+    for module in names for name, value in vars(sys.modules[module]).items()
+    if not name.startswith("__")
+}
+def replaced(before):
+    now = seen()
+    return [key for key, value in before.items() if now.get(key) != value]
+before = seen()
 jshard.FSDP, jshard.nn
 assert "orbax" not in sys.modules or sys.exit("imports orbax")
+assert not replaced(before) or sys.exit(f"replaces {replaced(before)}")
 print(len(jshard.make_mesh().devices.flat), jshard.Checkpointer.__name__)
 print({names})
+import orbax.checkpoint
+before = seen()
+for module in pkgutil.walk_packages(jshard.__path__, "jshard."):
+    extras = "wandb", "mlflow", "evaluate.language_model"
+    optional = any(extra in module.name for extra in extras)
+    command = module.name == "jshard.generate" or "__main__" in module.name
+    if not optional and not command:
+        importlib.import_module(module.name)
+print(replaced(before), len(before))
 """
 LEADS_TO = (
     "nn.Split",
@@ -103,6 +124,12 @@ def test_importing_starts_nothing_redirects_nothing_and_leaves_orbax_alone(impor
     assert imported.returncode == 0, imported.stderr
     assert imported.stdout.splitlines()[0] == "1 Checkpointer"
     assert "RuntimeError: no CUDA" in imported.stderr  # as JAX says it
+
+
+def test_importing_all_of_jshard_replaces_nothing_of_jax_flax_and_optax(imported):
+    found, number = imported.stdout.splitlines()[2].rsplit(" ", 1)
+    assert found == "[]"
+    assert int(number) > 1000
 
 
 @pytest.mark.slow  # above, that it is not hidden

@@ -57,7 +57,6 @@ def batch(rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow  # by default, that of test_decoder_family
-@pytest.mark.quick("context and tensor-none")
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
     "mesh",

@@ -99,7 +99,6 @@ def plain_run(kind: str) -> tuple[Any, Any, Any]:
 
 @pytest.mark.slow  # by default, that of test_decoder_family
 @pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit")
-@pytest.mark.quick("regnet-2x3")
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [

@@ -86,7 +86,6 @@ def stop_after(step: int, *args: Any, **keys: Any) -> None:
 
 
 @pytest.mark.slow  # by default, nn/test_preference's steps
-@pytest.mark.quick("kept")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_learns_what_was_preferred(variant, base, pairs, tmp_path):
     keys = VARIANTS[variant]

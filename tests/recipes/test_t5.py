@@ -110,7 +110,6 @@ def check_close(got: dict[str, Any], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow  # by default, that of test_decoder_family
-@pytest.mark.quick("(2,4)-dots-False-1-v1.1-False")
 @pytest.mark.usefixtures("x64")
 @every_pair(
     mesh=((2, 4), (1, 8)),

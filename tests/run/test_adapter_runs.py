@@ -19,7 +19,8 @@ from jshard.compat.orbax import open_array
 from jshard.errors import Preempted
 from jshard.export import export
 from jshard.trained.trained_model import open_model
-from resumable import RECIPE, read_metrics, train
+from resumable import read_metrics
+from stopped_runs import RECIPE, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

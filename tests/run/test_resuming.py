@@ -1,6 +1,5 @@
 """Whole runs that go on where their folder's checkpoints end, or say why not."""
 
-import functools
 import json
 import os
 import shutil
@@ -9,81 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
-from flax import nnx
-from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import save_file
 
 import jshard
-from checkpoints import data_file, flip_bit, remount, small_disk
-from jshard.checkpoint.restore import find_damage
+from checkpoints import data_file, flip_bit
 from jshard.checkpoint.step_folders import find_steps
 from jshard.config.overrides import override
 from jshard.config.run_config import complete
-from jshard.data.position import read_position
 from jshard.distributed.peers import Peers
-from jshard.errors import Preempted, RunFailed, UserError
+from jshard.errors import UserError
 from jshard.export import export
-from jshard.hub.parameters import find_parameters
 from jshard.recipe.load import open_recipe
 from jshard.run.lock import lock_folder
-from jshard.run.progress import ProgressDisplay
 from jshard.run.start import Start, find_start
-from resumable import RECIPE as WITH_ADAM
 from resumable import read_metrics
-from resumable import train as train_recipe
+from stopped_runs import GIVEN, NO_NOISE, STEPS, go_on, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
-STEPS = 12
-# An optimizer with a state, whose step is soon compiled.
-ADAM, MOMENTUM = (
-    "optax.adamw(learning_rate(config))",
-    "optax.sgd(learning_rate(config), 0.9)",
-)
-assert ADAM in WITH_ADAM
-RECIPE = WITH_ADAM.replace(ADAM, MOMENTUM)
-train = functools.partial(train_recipe, recipe=RECIPE)
-# Without nnx.Dropout, whose plain random streams depend on the mesh.
-NO_NOISE: dict[str, Any] = {"model__noise": 0.0}
-GIVEN: dict[str, Any] = {"steps": STEPS, "eval_every": 6} | NO_NOISE
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """The uninterrupted run of twelve steps, evaluated after the sixth and the last."""
-    return train(tmp_path_factory.mktemp("whole"), **GIVEN)
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> Path:
-    """A run that a signal ended at step 6, with checkpoints 4 and 6."""
-    return train_to(6, tmp_path_factory.mktemp("stopped"))
-
-
-def train_to(step: int, folder: Path, **keys) -> Path:
-    """Trains to ``step`` of twelve and sends SIGTERM there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "jshard.training.callbacks.preemption.Preemption.requested",
-            lambda self, now: now == step,
-        )
-        with pytest.raises(Preempted, match=f"at step {step}: saved"):
-            train(folder, **(GIVEN | keys))
-    return folder / "run"
-
-
-def go_on(run: Path, **keys) -> Path:
-    """Gives the same command again."""
-    return train(run.parent, **(GIVEN | keys))
-
-
-@pytest.fixture
-def run(stopped, tmp_path) -> Path:
-    """A copy of the stopped run; its parent is the folder to train in."""
-    shutil.copytree(stopped, tmp_path / "run")
-    shutil.copy(stopped.parent / "tiny.py", tmp_path)
-    return tmp_path / "run"
 
 
 def start_of(run: Path, held: int | None = None) -> Start:
@@ -111,21 +53,6 @@ def evaluated(run: Path) -> list[int]:
 # Runs that go on.
 
 
-def test_a_run_goes_on_with_another_batch_size_at_the_next_example(run, whole):
-    keys: dict[str, Any] = {"eval_every": 0, "checkpoint__accept": ("batch_size",)}
-    go_on(run, steps=8, batch_size=16, **keys)
-    lines, want = (
-        {line["step"]: line for line in read_metrics(x) if "loss" in line}
-        for x in (run, whole)
-    )
-    for name in ("token_0", "token_5"):
-        means = [(want[i][name] + want[i + 1][name]) / 2 for i in (7, 9)]
-        assert [lines[step][name] for step in (7, 8)] == means
-    assert [lines[step]["tokens_seen"] / 8 for step in (6, 7, 8)] == [48, 64, 80]
-    # What a third batch size goes on from.
-    assert read_position(run / "checkpoints/8", 8, 4) == 80
-
-
 def test_a_resumed_run_computes_what_the_uninterrupted_one_did(
     run, stopped, whole, capsys
 ):
@@ -136,14 +63,6 @@ def test_a_resumed_run_computes_what_the_uninterrupted_one_did(
     # The evaluation that the signal cut short is made up for.
     assert evaluated(stopped) == []
     assert evaluated(run) == evaluated(whole) == [6, 12]
-
-
-@pytest.mark.slow
-def test_a_run_may_be_stopped_at_every_step(whole, tmp_path):
-    for step in (1, 2, 7):
-        run = train_to(step, tmp_path)
-    go_on(run)
-    assert read_metrics(run) == read_metrics(whole)
 
 
 @pytest.mark.quick("1-8")
@@ -192,19 +111,6 @@ def test_a_run_that_died_at_its_very_end_is_tidied_by_the_same_command(whole, tm
     go_on(run)
     steps = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert steps == ["12", "8"]
-
-
-@pytest.mark.slow
-def test_the_same_checkpoints_are_kept_as_without_a_stop(tmp_path):
-    keys: dict[str, Any] = {"checkpoint__keep": 1, "checkpoint__keep_every": 8}
-    keys |= {"checkpoint__best": "eval_loss", "eval_every": 5, "steps": 20} | NO_NOISE
-    train(tmp_path, "whole", **keys)
-    run = train_to(10, tmp_path, **keys)
-    train(tmp_path, **keys)
-    steps = find_steps(run / "checkpoints")
-    assert steps == find_steps(tmp_path / "whole/checkpoints")
-    losses = {m["step"]: m["eval_loss"] for m in read_metrics(run) if "eval_loss" in m}
-    assert {8, 16, 20, min(losses, key=lambda step: losses[step])} == set(steps)
 
 
 # Checkpoints and metrics that are damaged or gone.
@@ -286,17 +192,6 @@ def test_a_run_goes_on_from_what_is_left_and_says_what_is_gone(
         assert kept == want[:step]
 
 
-@warned
-@pytest.mark.slow
-@pytest.mark.parametrize(("harm", "step", "told"), HARM)
-def test_what_is_left_leads_to_the_same_end(harm, step, told, run, whole, capsys):
-    harm(run)
-    go_on(run)
-    assert told.format(run=run) in capsys.readouterr().out
-    assert read_metrics(run) == read_metrics(whole)
-    assert not find_damage(run / "checkpoints/12")
-
-
 @pytest.mark.parametrize(("held", "step"), [(5, 6), (6, 6), (7, 7)])
 def test_a_state_at_hand_is_gone_on_from_unless_the_checkpoint_is_newer(
     held, step, run
@@ -328,24 +223,6 @@ def test_metrics_that_are_lost_with_an_older_checkpoint_are_told_of(run):
     assert start_of(run).message.endswith(told)
 
 
-@pytest.mark.slow
-def test_metrics_that_are_deleted_while_the_run_goes_on_come_back(
-    whole, tmp_path, monkeypatch
-):
-    say = ProgressDisplay.say
-
-    def delete(self, text):
-        say(self, text)
-        if "checkpoint saved" in text:
-            (tmp_path / "run/metrics.jsonl").unlink(missing_ok=True)
-
-    monkeypatch.setattr(ProgressDisplay, "say", delete)
-    run = train_to(6, tmp_path)
-    monkeypatch.undo()
-    go_on(run)
-    assert read_metrics(run) == read_metrics(whole)
-
-
 # Runs that must not.
 
 
@@ -358,32 +235,6 @@ def test_a_folder_in_which_another_run_trains_is_refused_as_that(run):
         go_on(run)
     with pytest.raises(UserError, match="damaged"):
         go_on(run)
-
-
-@pytest.mark.quick("4")  # RunFolder's own test has the other branch
-@pytest.mark.parametrize(("every", "again"), [(4, True), (0, False)])
-def test_a_run_whose_folder_is_deleted_fails_and_says_so(again, every, tmp_path):
-    def delete(trainer, step, metrics):
-        if step == 6:
-            (tmp_path / "run").rename(tmp_path / "gone")
-            if again:
-                (tmp_path / "run").mkdir()
-
-    (tmp_path / "tiny.py").write_text(RECIPE)
-    trainer = jshard.Trainer(
-        tmp_path / "tiny.py",
-        config={
-            "steps": 10,
-            "eval_every": 0,
-            "checkpoint.every": every,
-            "model.noise": 0.0,
-        },
-        workdir=tmp_path / "run",
-        on_step=delete,
-    )
-    with pytest.raises(RunFailed, match=r"run was deleted, moved or replaced while"):
-        trainer.fit()
-    assert int(trainer.state.step) == (8 if every else 10)
 
 
 @pytest.mark.parametrize(
@@ -436,15 +287,6 @@ def test_a_newer_checkpoint_is_refused_and_left_alone(run):
     assert contents(run) == before
 
 
-@pytest.mark.slow  # by default test_resume.py and test_metrics.py have both halves
-def test_a_run_that_never_saves_is_not_written_over(tmp_path):
-    keys: dict[str, Any] = {"steps": 1, "checkpoint__every": 0, "eval_every": 0}
-    train(tmp_path, **keys)
-    assert not (tmp_path / "run/checkpoints").exists()
-    with pytest.raises(jshard.UserError, match="already holds a run"):
-        train(tmp_path, **keys)
-
-
 # Another run's parameters.
 
 
@@ -463,37 +305,6 @@ def test_a_run_starts_from_anothers_parameters(kind, whole, tmp_path):
     evaluation = read_metrics(new)[-1]
     assert evaluation["eval_loss"] == last["eval_loss"]
     assert evaluation["eval_ema_loss"] == last["eval_loss"]
-
-
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")
-def test_a_run_goes_on_with_anothers_optimizer_schedule_and_averages(
-    whole, tmp_path, capsys
-):
-    keys = {"checkpoint__restore": whole, "checkpoint__restore_optimizer": True}
-    new = train(tmp_path, steps=1, eval_every=0, **keys, **NO_NOISE)
-    before, after = (
-        ocp.load(run / f"checkpoints/{step}/state")
-        for run, step in ((whole, STEPS), (new, 1))
-    )
-    assert int(after["opt_state"]["1"]["count"]) == STEPS + 1
-    assert int(after["step"]) == 1
-    said = f"from its optimizer after {STEPS} updates: schedules and averages go on"
-    assert said in capsys.readouterr().out
-    schedule = optax.cosine_decay_schedule(1e-2, 100)
-    rate = read_metrics(new)[0]["learning_rate"]
-    assert rate == pytest.approx(float(schedule(STEPS)))
-    d = (2 + STEPS) / (11 + STEPS)
-    average, old = after["ema"]["head"]["kernel"], before["ema"]["head"]["kernel"]
-    want = d * old + (1 - d) * after["params"]["head"]["kernel"]
-    np.testing.assert_allclose(average, want, rtol=1e-5)
-
-
-def test_averages_do_not_go_on_by_an_optimizer_that_does_not_count(tmp_path):
-    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(ema_decay=0.9))
-    make = lambda rngs: nnx.Sequential(jshard.Unit(nnx.Linear(8, 8, rngs=rngs)))
-    state = fsdp.abstract_state(make, optax.sgd(0.1, 0.9))
-    with pytest.raises(UserError, match=r"restore_optimizer: averages .* keeps none"):
-        find_parameters(tmp_path, state, optimizer=True)
 
 
 @pytest.mark.parametrize(
@@ -520,48 +331,6 @@ def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_
         k: v.format(whole=whole) if isinstance(v, str) else v for k, v in keys.items()
     }
     with pytest.raises(jshard.UserError, match=said):
-        train(tmp_path, steps=1, **given)
+        train(tmp_path, steps=1, eval_every=0, **given)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "run").exists()
-
-
-# Disks.
-
-
-@pytest.mark.filterwarnings("ignore:cannot write to .*disk")
-def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
-    whole, tmp_path, capsys
-):
-    with small_disk(tmp_path / "disk", "400k") as disk:
-
-        def when_told(text: str) -> None:
-            if "checkpoint saved" in text and not (disk / "other").exists():
-                size = shutil.disk_usage(disk).free - 20_000
-                (disk / "other").write_bytes(bytes(size))
-            if "failed, training continues" in text:
-                remount(disk, "size=4m")
-
-        with pytest.MonkeyPatch.context() as patch:
-            say = ProgressDisplay.say
-            patch.setattr(
-                ProgressDisplay,
-                "say",
-                lambda self, text: (say(self, text), when_told(text)),
-            )
-            longer: dict[str, Any] = GIVEN | {"steps": 16, "eval_every": 0}
-            run = train(disk, **longer)
-        out = capsys.readouterr().out
-        assert "failed, training continues: No space left on device\n" in out
-        want = [line for line in read_metrics(whole) if "eval_loss" not in line]
-        assert read_metrics(run)[:STEPS] == want
-        assert 16 in find_steps(run / "checkpoints")
-        assert not any(find_damage(path) for path in (run / "checkpoints").iterdir())
-
-
-def test_a_last_checkpoint_that_fails_ends_the_run_with_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "jshard.checkpoint.manifest.write",
-        lambda *_: (_ for _ in ()).throw(OSError(28, "full")),
-    )
-    with pytest.raises(RunFailed, match=r"state of step 1 could not be saved: .*full"):
-        train(tmp_path, steps=1, eval_every=0, **NO_NOISE)

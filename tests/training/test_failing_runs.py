@@ -162,10 +162,7 @@ def test_an_error_that_is_nobodys_mistake_keeps_its_traceback(train_here, tmp_pa
             "return lambda step: missing",
             "learning_rate.<locals>.<lambda>",
         ),
-        pytest.param(
-            *('f"<{len(row)}>', 'f"<{missing}>', "sample.<locals>.<lambda>"),
-            marks=pytest.mark.slow,
-        ),
+        ('f"<{len(row)}>', 'f"<{missing}>', "sample.<locals>.<lambda>"),
     ],
 )
 def test_an_error_of_the_users_function_shows_its_lines_and_exits_1(

@@ -215,9 +215,26 @@ LAYERS = [
 ]
 
 
-@pytest.mark.quick("ScanByName", "Loops", "Branches", "CustomVjp", "CustomJvp")
+class Several(nnx.Module):
+    """A Unit of each of these: one step is sooner compiled than one for each."""
+
+    def __init__(self, rngs):
+        layers = (ScanByName, Loops, Branches, CustomVjp, CustomJvp)
+        self.units = nnx.List([jshard.Unit(layer(rngs)) for layer in layers])
+
+    def __call__(self, x):
+        for unit in self.units:
+            x = jnp.sin(unit(x))
+        return x
+
+
+def test_loops_branches_and_derivatives_may_begin_with_constants():
+    check_run(Several)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda m: m.__name__)
-def test_loops_branches_and_derivatives_may_begin_with_constants(layer):
+def test_so_they_may_each_alone(layer):
     check_run(as_unit(layer))
 
 

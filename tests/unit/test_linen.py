@@ -68,8 +68,12 @@ class Wrapped(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         tokens, x = jnp.zeros((1, TIME), int), jnp.zeros((1, TIME, WIDTH))
         self.embed = wrap(linen.Embed(VOCABULARY, WIDTH, **WIDE), rngs, tokens)
-        self.blocks = nnx.List([wrap(EncoderBlock(), rngs, x) for _ in range(LAYERS)])
+        make = lambda rngs: wrap(EncoderBlock(), rngs, x)
+        self.blocks: Any = self.make_blocks(make, rngs)
         self.head = wrap(linen.Dense(VOCABULARY, **WIDE), rngs, x)
+
+    def make_blocks(self, make, rngs) -> Any:
+        return nnx.List([make(rngs) for _ in range(LAYERS)])
 
     def run(self, x_BTD):
         for block in self.blocks:
@@ -81,10 +85,8 @@ class Wrapped(nnx.Module):
 
 
 class Stacked(Wrapped):
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        make = lambda rngs: wrap(EncoderBlock(), rngs, jnp.zeros((1, TIME, WIDTH)))
-        self.blocks = jshard.Stack(make, LAYERS, rngs=rngs)
+    def make_blocks(self, make, rngs):
+        return jshard.Stack(make, LAYERS, rngs=rngs)
 
     def run(self, x_BTD):
         return self.blocks(x_BTD)

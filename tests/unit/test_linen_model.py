@@ -104,7 +104,6 @@ def tree(state: nnx.State) -> Any:
 
 
 @pytest.mark.slow  # by default, test_linen's transformer
-@pytest.mark.quick("scan-mesh0-full-1")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("layers", "mesh", "remat", "accumulate"),

@@ -148,14 +148,17 @@ def test_what_is_not_finite_stays_so():
 def test_the_rotation_spreads_outliers_and_cancels_in_the_product():
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(n, 64)).astype(np.float32) for n in (24, 40))
-    rotated = jax.jit(formats.FORMATS["nvfp4"].rotated)
-    got = rotated(jnp.asarray(x)) @ rotated(jnp.asarray(dy)).T
+    rotate = jax.jit(formats.FORMATS["nvfp4"].rotated)
+    rotated = lambda x: np.asarray(rotate(x), np.float32)
+    got = rotated(x) @ rotated(dy).T
     np.testing.assert_allclose(got, x @ dy.T, rtol=1e-4, atol=1e-4)
     matrix = np.asarray(formats.hadamard())
     np.testing.assert_array_equal(matrix @ matrix.T, np.eye(16))
-    outlier = jnp.zeros((1, 16)).at[0, 3].set(8)
+    outlier = np.zeros((1, 16), np.float32)
+    outlier[0, 3] = 8
     np.testing.assert_allclose(np.abs(rotated(outlier)), np.full((1, 16), 2.0))
-    assert 0 < rotated(jnp.ones((1, 16))).max() < 4  # signs differ: not one large value
+    ones = np.ones((1, 16), np.float32)
+    assert 0 < rotated(ones).max() < 4  # signs differ: not one large value
 
 
 product_by_hand = rounding_product(
@@ -220,9 +223,13 @@ def test_a_step_is_the_sum_of_what_each_device_computes(case):
 
 
 @functools.cache
-def beside_float32(remat: str) -> Any:
-    """An FSDP, and a step of it as it is traced; the narrow weight is as it was."""
-    overrides: Any = {"layers.narrow": {"precision": jshard.Precision()}}
+def in_all_formats(remat: str) -> Any:
+    """An FSDP, and a step of it as it is traced: NVFP4, but for three weights."""
+    overrides: Any = {
+        "layers.up": {"precision": jshard.Precision(products="mxfp8")},
+        "layers.mixed": {"precision": jshard.Precision(products="float8")},
+        "layers.general": {"precision": jshard.Precision()},
+    }
     policy = jshard.Policy(
         precision=NVFP4, min_shard_elements=0, remat=remat, overrides=overrides
     )
@@ -232,44 +239,36 @@ def beside_float32(remat: str) -> Any:
 
 @pytest.mark.quick("dots")
 @pytest.mark.parametrize("remat", ["dots", "none"])
-def test_weights_arrive_in_four_bits_and_their_scales_once(remat):
-    fsdp, program, state, _ = beside_float32(remat)
+def test_weights_arrive_in_their_formats_and_their_scales_once(remat):
+    fsdp, program, state, _ = in_all_formats(remat)
     found = traffic(program.jaxpr.jaxpr, {"fsdp": 8, "replica": 1})
-    matrices = MATRICES - WIDTH * NARROW
-    gathers = found["all-gather", "uint8"]
-    assert gathers.count == 2 * 4 * LAYERS
-    assert gathers.wire_bytes == 2 * LAYERS * matrices // 2 * 7 // 8
-    needed = least(fsdp.mesh, fsdp.policy, state, prefetch=False)
-    assert needed["all-gather", "u8"] == gathers.wire_bytes
-    assert {dtype for kind, dtype in found if kind == "all-gather"} == {
-        "uint8",
-        "float32",
+    down_and_narrow = WIDTH * HIDDEN + WIDTH * NARROW
+    up, general = WIDTH * HIDDEN, WIDTH**2
+    gathers = {dtype: x for (kind, dtype), x in found.items() if kind == "all-gather"}
+    # Forward and backward: of two weights each, and of the one in float32.
+    assert {dtype: x.count for dtype, x in gathers.items()} == {
+        "uint8": 2 * 2 * LAYERS,
+        "int8": 2 * 2 * LAYERS,
+        "float32": 2 * LAYERS,
     }
-    of_narrow = found["all-gather", "float32"].wire_bytes
-    assert of_narrow == 2 * LAYERS * WIDTH * NARROW * 4 * 7 // 8
-    # A byte for each 256 weights, and one for each weight: what devices agree on.
+    in_four_bits = 2 * LAYERS * down_and_narrow // 2 * 7 // 8
+    assert gathers["uint8"].wire_bytes == in_four_bits
+    needed = least(fsdp.mesh, fsdp.policy, state, prefetch=False)
+    assert needed["all-gather", "u8"] == in_four_bits
+    in_bytes = up + WIDTH**2
+    assert gathers["int8"].wire_bytes == 2 * LAYERS * in_bytes * 7 // 8
+    assert gathers["float32"].wire_bytes == 2 * LAYERS * general * 4 * 7 // 8
+    # A byte for each 256 weights, and one for each weight: what devices agree on. In
+    # MXFP8 one for each 1024 weights.
     scales = found["all-reduce", "uint8"]
-    assert scales.count == 2
-    of_both = LAYERS * matrices // 256, LAYERS * 4
-    assert scales.wire_bytes == sum(2 * (n * 7 // 8) for n in of_both)
+    assert scales.count == 3
+    of_all = LAYERS * down_and_narrow // 256, LAYERS * 2, LAYERS * up // 1024
+    assert scales.wire_bytes == sum(2 * (n * 7 // 8) for n in of_all)
 
 
 def test_formats_of_all_kinds_meet_in_a_layer():
-    overrides = {
-        "layers.up": {"precision": jshard.Precision(products="mxfp8")},
-        "layers.mixed": {"precision": jshard.Precision(products="float8")},
-        "layers.general": {"precision": jshard.Precision()},
-    }
-    policy = jshard.Policy(
-        precision=NVFP4, overrides=overrides, min_shard_elements=0, remat="dots"
-    )
-    fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:2]), policy)
-    program, params, grads, loss = stepped(fsdp)
-    found = traffic(program.jaxpr.jaxpr, {"fsdp": 2, "replica": 1})
-    down_and_narrow = WIDTH * HIDDEN + WIDTH * NARROW
-    assert found["all-gather", "uint8"].wire_bytes == 2 * LAYERS * down_and_narrow // 4
-    in_bytes = WIDTH * HIDDEN + WIDTH**2
-    assert found["all-gather", "int8"].wire_bytes == 2 * LAYERS * in_bytes // 2
+    fsdp, _, _, step = in_all_formats("dots")
+    params, grads, loss = stepped(fsdp, step)
     want, exact = jax.jit(reference, static_argnums=(2, 3))(
         params, inputs(), jnp.matmul, jnp.matmul
     )
@@ -293,8 +292,8 @@ def test_thin_and_small_weights_are_not_taken():
 
 
 def test_the_start_up_note_counts_all_of_a_product_s_flops():
-    fsdp, _, state, step = beside_float32("dots")
+    fsdp, _, state, step = in_all_formats("dots")
     # Neither halves for two values a byte, nor the rotations.
-    part = 1 - WIDTH * NARROW / MATRICES
+    part = 1 - WIDTH**2 / MATRICES
     note = describe(fsdp, state, inputs(), step)
     assert f"{part:.0%} of the FLOPs of products with weights" in note

@@ -48,15 +48,15 @@ def make_model(place: str) -> Callable[[nnx.Rngs], nnx.Module]:
 
 
 def loss_fn(ways: list[Callable], model: Any, x: jax.Array) -> Any:
-    """A loss that depends on every way's value, and each value by its name."""
-    count = x.shape[0]
-    named = {
-        way.__name__: jshard.Mean(way(model.module, x) * count, count) for way in ways
-    }
-    loss = 1.0 * jshard.Mean(jnp.sum(jnp.sin(model.last(x)) ** 2), count)
-    for value in named.values():
-        loss = loss + 0.1 * value
-    return loss, named
+    """A loss that depends on every way's value, and the sum of these values.
+
+    Each has a weight of its own, so that the mistakes of two do not cancel.
+    """
+    count, weights = x.shape[0], np.linspace(1, 2, len(ways))
+    values = (w * way(model.module, x) for w, way in zip(weights, ways, strict=True))
+    all_ways = jshard.Mean(sum(values) * count, count)
+    loss = jshard.Mean(jnp.sum(jnp.sin(model.last(x)) ** 2), count)
+    return loss + 0.1 * all_ways, {"all ways": all_ways}
 
 
 def plain(place: str, ways: list[Callable]) -> tuple[dict, Any]:
@@ -125,11 +125,13 @@ def test_a_weight_that_is_set_from_outside_its_unit_is_that_of_one_device(place)
 
 
 def read(place: str, way: Callable) -> None:
-    """Traces a step."""
+    """Traces a step: of training for a Unit, and of an evaluation in other places."""
     fsdp = jshard.FSDP(make_mesh(1, 2), POLICY)
     tx = optax.identity()
     state = fsdp.abstract_state(make_model(place), tx)
-    step = fsdp.train_step(functools.partial(loss_fn, [way]), tx)
+    loss = functools.partial(loss_fn, [way])
+    train = place == "unit"
+    step = fsdp.train_step(loss, tx) if train else fsdp.eval_step(loss)
     step.trace(state, example())
 
 

@@ -19,9 +19,21 @@ from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack
 
 
-@pytest.mark.quick("SharedParameters", "States")
+class SharedAndStates(nnx.Module):
+    """Shared parameters and states in one model, whose step is sooner compiled."""
+
+    def __init__(self, rngs):
+        self.shared, self.states = zoo.SharedParameters(rngs), zoo.States(rngs)
+
+    def __call__(self, x):
+        return self.states(self.shared(x))
+
+
+@pytest.mark.quick("SharedAndStates")
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("model", zoo.MODELS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "model", [*zoo.MODELS, SharedAndStates], ids=lambda m: m.__name__
+)
 def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
     check_run(model)
 
