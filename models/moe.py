@@ -18,8 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.models.layers import residual_std
 from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
-from jshard.nn.attention import documents
-from jshard.parallel.context import positions, whole_sequences
 from jshard.parallel.experts import on_experts
 
 
@@ -268,16 +266,16 @@ def without_padding(
       weights_BT: the weights of this device's targets.
       segment_ids_BT: the documents of its tokens, runs of equal ids; None is one a row.
     """
-    has_weight_BS = whole_sequences(weights_BT != 0)
+    has_weight_BS = jshard.nn.whole_sequences(weights_BT != 0)
     S = has_weight_BS.shape[1]
     place_BS = jnp.where(has_weight_BS, jnp.arange(S), S)
     next_BS = lax.cummin(place_BS, axis=1, reverse=True)
     counted_BS = next_BS < S
     if segment_ids_BT is not None:
-        document_BS = documents(whole_sequences(segment_ids_BT))
+        document_BS = jshard.nn.documents(jshard.nn.whole_sequences(segment_ids_BT))
         of_next_BS = jnp.take_along_axis(document_BS, next_BS, axis=1, mode="clip")
         counted_BS &= of_next_BS == document_BS
-    return counted_BS[:, positions(weights_BT.shape[1])]
+    return counted_BS[:, jshard.nn.positions(weights_BT.shape[1])]
 
 
 def load_balancing_loss(load: Load, tokens: jax.Array | int) -> jshard.Mean:

@@ -37,14 +37,14 @@ def _members(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def read_json(file: Path, most: int = MOST_JSON) -> Any:
-    """Reads a JSON file of at most so many bytes.
+def read_json(file: Path, most: int | None = None) -> Any:
+    """Reads a JSON file of at most so many bytes, by default ``MOST_JSON``.
 
     Raises:
       OSError: It cannot be read, or it is a pipe or a device, which may never end.
       ValueError: It is not JSON, or larger or nested deeper than what is meant here.
     """
-    return parse_json(_read(file, most))
+    return parse_json(_read(file, most or MOST_JSON))
 
 
 def read_text(file: Path) -> str:

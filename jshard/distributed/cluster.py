@@ -96,8 +96,8 @@ def find_cluster(
         )
     if process_id >= num_processes:
         raise UserError(
-            f"the rank of this process is {process_id}, but must be less than the "
-            f"number of processes, {num_processes}"
+            f"the rank of this process (--process_id) is {process_id}, but must be "
+            f"less than the number of processes, {num_processes}"
         )
     if coordinator is not None:
         _check_address(coordinator)

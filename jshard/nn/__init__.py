@@ -3,7 +3,7 @@
 from jshard.collectives.microbatch import StepSum
 from jshard.float8.products import matmul
 from jshard.nn.adapted import adapters_off, kernel_of
-from jshard.nn.attention import dot_product_attention
+from jshard.nn.attention import documents, dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
 from jshard.nn.lora import add_lora
 from jshard.nn.maximum import Max
@@ -18,6 +18,7 @@ __all__ = [
     "adapters_off",
     "add_lora",
     "cross_entropy",
+    "documents",
     "dot_product_attention",
     "kernel_of",
     "matmul",

@@ -99,7 +99,7 @@ def _counts(state: Any) -> tuple[list[Any], bool]:
 
 
 def _counts_updates(state: Any) -> bool:
-    counts = "count" in getattr(state, "_fields", ())
+    counts = not callable(getattr(state, "count", len))  # a field, not tuple.count
     return counts and bool(_name(state)) and _name(state) not in _OF_OTHERS
 
 

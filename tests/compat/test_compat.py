@@ -316,7 +316,7 @@ CODE = [
     path
     for folder in ("jshard", "models", "train", "examples")
     for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
-    if path.parent != PACKAGE / "compat"
+    if PACKAGE / "compat" not in path.parents
 ]
 
 

@@ -1,5 +1,7 @@
 """Texts that the processes of a job share, and where they listen."""
 
+import dataclasses
+
 import pytest
 
 from jshard.distributed import job, peers
@@ -77,6 +79,10 @@ def test_texts_that_all_have_read_leave_the_store(first, values):
 )
 def test_jobs_of_one_machine_listen_to_it_alone(coordinator, bound, monkeypatch):
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
-    assert job._bind_address(coordinator) == bound
+    cluster = Cluster(0, 2, coordinator, None, "options")
+    assert job._bind_address(cluster) == bound
+    # A PyTorchJob's first process is told an address of its own.
+    of_pods = dataclasses.replace(cluster, found_by="PyTorch")
+    assert job._bind_address(of_pods) is None
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.0.0.1:2000")
-    assert job._bind_address(coordinator) is None
+    assert job._bind_address(cluster) is None

@@ -230,7 +230,7 @@ def checkpoint_reader(folder: Path):
     def exports(ema: bool) -> None:
         about = metadata.read(step)
         chosen = exported.Exported(about, "bfloat16", ema)
-        for tensors in (chosen.merged(PLACES), chosen.adapters(PLACES)):
+        for tensors in (chosen.merged(PLACES, {}), chosen.adapters(PLACES)):
             exported.read(step, about, tensors)
         peft.write_config(folder, about, PLACES)
 
