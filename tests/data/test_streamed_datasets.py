@@ -125,6 +125,7 @@ def test_an_empty_file_that_should_say_the_columns_is_named_as_the_cause(
         named_dataset.load_splits("folder", "")
 
 
+@pytest.mark.quick("options0")
 @pytest.mark.parametrize("options", [{}, {"shuffle_rows": 3}, {"pack": True}])
 def test_texts_that_are_all_empty_are_an_error_and_no_endless_search(dataset, options):
     dataset(train=Rows(rows("held", *[""] * 5)))

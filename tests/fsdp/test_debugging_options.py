@@ -35,6 +35,7 @@ def made(devices: int) -> tuple[jshard.FSDP, jshard.TrainState]:
     return fsdp, fsdp.from_model(filled(lambda: make_model(nnx.Rngs(0))), TX)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("devices", [1, 8])
 def test_debug_nans_names_a_result_and_the_page(devices):
     fsdp, state = made(devices)

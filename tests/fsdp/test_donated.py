@@ -75,6 +75,7 @@ def test_a_state_that_was_donated_is_refused_in_one_line(devices, tmp_path):
     assert int(state.step) == 2
 
 
+@pytest.mark.quick("copy-None", "deepcopy-all")
 @pytest.mark.parametrize("offload", [None, "all"])
 @pytest.mark.parametrize("copied", [jshard.TrainState.copy, copy.deepcopy])
 def test_a_copy_is_trained_on_as_the_state_would_be(copied, offload):

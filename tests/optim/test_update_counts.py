@@ -13,6 +13,8 @@ from flax import nnx
 import jshard
 import parity
 from filled import filled
+from jshard.errors import UserError
+from jshard.hub.parameters import find_parameters
 from jshard.optim import counts
 
 DECAY = 0.99  # until hundreds of updates the number of updates sets the averages' pace
@@ -130,3 +132,11 @@ def test_a_rejected_step_leaves_batch_statistics_and_one_used_all_the_same_is_to
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.model_state))
     _, metrics = step(state, x)  # the second in a row is used
     assert not metrics["skipped"]
+
+
+def test_averages_do_not_go_on_by_an_optimizer_that_does_not_count(tmp_path):
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(ema_decay=0.9))
+    make = lambda rngs: nnx.Sequential(jshard.Unit(nnx.Linear(8, 8, rngs=rngs)))
+    state = fsdp.abstract_state(make, optax.sgd(0.1, 0.9))
+    with pytest.raises(UserError, match=r"restore_optimizer: averages .* keeps none"):
+        find_parameters(tmp_path, state, optimizer=True)

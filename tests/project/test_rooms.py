@@ -22,7 +22,7 @@ MOST_LINES = {
     "generation": 1214,
     "start-up note": 444,
     "fsdp": 2305,
-    "nn": 1984,
+    "nn": 1985,
     "optim": 1632,
     "unit": 3644,
     "cpu": 423,

@@ -145,7 +145,7 @@ REMATS = {
 }
 
 
-@pytest.mark.quick("balanced-2x3")
+@pytest.mark.slow  # by default test_llama, test_parity and test_experts_and_padding
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [  # each family on two meshes
