@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import numbers
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn
 
@@ -170,7 +170,7 @@ class Means:
     """
 
     loss: Loss
-    metrics: dict[str, Mean | Max]
+    metrics: Mapping[str, Mean | Max]
 
     def _map(
         self, fn: Callable[..., Mean], pick: Callable[..., Max], *others: "Means"

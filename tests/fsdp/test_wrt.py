@@ -147,7 +147,7 @@ def test_what_cannot_be_trained_is_refused_by_name(wrt, message):
         def __init__(self, rngs):
             super().__init__(rngs)
             self.layers[0].scale = Own(jnp.arange(WIDTH))
-            self.layers[0].table = jnp.ones((WIDTH, WIDTH))
+            vars(self.layers[0])["table"] = jnp.ones((WIDTH, WIDTH))
 
     with pytest.raises(jshard.UserError, match=message) as error:
         make_fsdp().abstract_state(Counting, TX, wrt=wrt)

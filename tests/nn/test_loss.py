@@ -146,7 +146,9 @@ def test_a_batch_is_subtracted_by_the_factor_minus_1():
     )
     got = means.scaled(-2)
     assert terms(got.loss) == [(1, -12, -6), (0.5, -8, -4)]
-    assert (float(got.metrics["hits"].total), got.metrics["hits"].count) == (-2, -8)
+    hits = got.metrics["hits"]
+    assert isinstance(hits, Mean)
+    assert (float(hits.total), hits.count) == (-2, -8)
     assert (means + means.scaled(-1)).compute()["hits"] == 0
     assert not (means + means.scaled(-1)).counted()
 
