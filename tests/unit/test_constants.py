@@ -20,6 +20,7 @@ from zoo_layers import LAYERS, WIDTH, Residual, example
 pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
+    pytest.mark.filterwarnings("ignore:loss_fn changes parameter"),  # as Flax's do
 ]
 
 TX = optax.sgd(0.1)
