@@ -2,7 +2,7 @@
 
 Several may speak at once: mpirun and torchrun run within SLURM, and whole clusters
 export RANK. The one that started the process itself knows best, so the innermost comes
-first. Variable names are those of their documentation, of SLURM 26.05 and PyTorch 2.13.
+first. Variable names are those of their documentation, of SLURM 26.11 and PyTorch 2.13.
 """
 
 import dataclasses

@@ -31,6 +31,7 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.program.refusals import check_means
+from jshard.fsdp.program.told import say_what_is_written, tell_of_reads, written
 from jshard.fsdp.program.traced import differing, once_checked, tracing
 from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.batch import batch_specs, check_batch
@@ -53,10 +54,7 @@ from jshard.unit.model import (
     make_sharded,
     make_units,
     root_as_unit,
-    say_what_is_written,
-    written,
 )
-from jshard.unit.shards import tell_of_reads
 
 # build(graphdef, layout, params, frozen, model_state, training=...) -> a model
 Build = Callable[..., nnx.Module]

@@ -45,5 +45,5 @@ def check_memory(policy: Policy, mesh: Mesh | AbstractMesh) -> None:
 
 
 def typed_as_device(x: jax.Array) -> jax.Array:
-    """Types ``x`` as a device array without moving it (``compat.primitives``)."""
+    """Types ``x`` as a device array without moving it (``compat.programs``)."""
     return primitives.typed_as_device(x) if on_host(x) else x

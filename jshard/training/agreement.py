@@ -29,7 +29,7 @@ SHOWN = 3  # differences
 _LONGEST = 120  # characters of a line of a program
 # Settings of folders, logs, limits and devices, which may differ by process.
 _OF_PROCESS = re.compile(
-    "dir|cache|log|dump|timeout|traceback|address|visible|captured|pprint|platform"
+    "_dir$|cache|log|dump|timeout|traceback|address|visible|captured|pprint|platform"
     "|device|backend|topology|profil|pgle|proxy"
 )
 _DUMPS = ("--xla_dump", "--xla_gpu_dump")

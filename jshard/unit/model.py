@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,21 +12,17 @@ import jax
 from flax import nnx
 
 from jshard.collectives.gather import all_gather
-from jshard.compat import jaxprs
 from jshard.compat.flax_modules import Derived, derived
 from jshard.errors import UserError
 from jshard.float8.products import fits, take_float8
 from jshard.fsdp.mesh import AXES, manual_axes, names_of
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
 from jshard.fsdp.precision import own_dtype, set_compute_dtype
-from jshard.fsdp.scopes import ALL_GATHER
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.placement import Placement
-from jshard.layout.state_layout import Layout
 from jshard.layout.variables import of_class, replace, variables
 from jshard.parallel.tensor import tensor_parallel
 from jshard.pipe.stages import Stages
-from jshard.unit.dataflow import dependencies, union
 from jshard.unit.modules import (
     Stack,
     Unit,
@@ -41,17 +36,6 @@ from jshard.unit.shards import as_full, as_shard, shard_of
 
 # As Units of their own these are heads and embeddings, without float8 products.
 _SINGLE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)
-
-
-# Primitives that give a parameter its place, shape or dtype, and no other value.
-_KEEPS = {
-    "convert_element_type",
-    "copy",
-    "device_put",
-    "reshape",
-    "sharding_constraint",
-    "squeeze",
-}
 
 
 def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
@@ -188,71 +172,3 @@ def of_one_device(model: nnx.Module) -> nnx.Module:
         if isinstance(x, nnx.BatchNorm) and {*names_of(x.axis_name)} <= {*AXES}:
             x.axis_name = None
     return model
-
-
-def written(
-    model: nnx.Module, given: dict[tuple, Any], arrays: Sequence[nnx.State]
-) -> dict[int, jax.Array]:
-    """Returns the parameters that a forward has set, by their place in ``arrays``.
-
-    ``given`` are the raw values that they had, by path. Transforms of Flax set all
-    parameters of what they are given.
-    """
-    after = {path: v.get_raw_value() for path, v in variables(model)}
-    places = {path: i for i, path in enumerate(_paths(arrays))}
-    return {
-        places[path]: x
-        for path, x in after.items()
-        if path in places and isinstance(x, jax.Array) and x is not given.get(path)
-    }
-
-
-def say_what_is_written(
-    traced: Any, shapes: Any, layout: Layout, arrays: Sequence[nnx.State]
-) -> tuple[Any, Any]:
-    """Warns of parameters that end a forward changed, and takes them from its results.
-
-    They are the last of these, from ``written``.
-    """
-    *shapes, of_written = shapes
-    if not of_written:
-        return traced, tuple(shapes)
-    paths = _paths(arrays)
-    computed, other = 1 << len(paths), 2 << len(paths)
-
-    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
-        name = eqn.primitive.name
-        if name == "optimization_barrier":
-            return entering
-        loops = "cond", "scan", "while"
-        if name in loops or name in jaxprs.CALLS or jaxprs.open_inner(eqn) is not None:
-            return None
-        as_it_is = name in _KEEPS or ALL_GATHER in jaxprs.scopes_of(eqn)
-        return [union(entering) | (0 if as_it_is else computed)] * len(eqn.outvars)
-
-    bits = [1 << i for i in range(len(paths))]
-    bits += [other] * (len(traced.jaxpr.invars) - len(paths))
-    number = len(traced.jaxpr.outvars) - len(of_written)
-    found = dependencies(traced.jaxpr, bits, rule)[number:]
-    names = []
-    for i, value in zip(sorted(of_written), found, strict=True):
-        place = layout.places[paths[i]]
-        if place.four_bit or place.float8:  # read, they are computed
-            value &= ~computed
-        if value != 1 << i:
-            names.append(repr(".".join(map(str, paths[i]))))
-    if names:
-        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        warnings.warn(
-            f"loss_fn changes parameter {names[0]}{more} until the step's end: the "
-            "optimizer goes on from the old value; to keep the new one, make it a "
-            "Variable that is no nnx.Param, or change the state between steps (docs: "
-            "A teacher beside a student)",
-            stacklevel=2,
-        )
-    wanted = [i < number for i in range(len(traced.jaxpr.outvars))]
-    return jaxprs.without_unused(traced, wanted), tuple(shapes)
-
-
-def _paths(arrays: Sequence[nnx.State]) -> list[tuple]:
-    return [path for part in arrays[:2] for path, _ in nnx.to_flat_state(part)]

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import types
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -21,13 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend import core
 
 from jshard.collectives.gather import all_gather
-from jshard.compat import jaxprs
 from jshard.compat.jaxprs import Static
 from jshard.compat.programs import lines
-from jshard.errors import UserError, some_of
+from jshard.errors import UserError
 from jshard.fsdp.scopes import within
 from jshard.layout.placement import Placement
 from jshard.layout.variables import opened
@@ -35,39 +32,15 @@ from jshard.layout.variables import opened
 # (name, user's line) of each weight that what is being traced gathers outside of its
 # unit, and the scope of that gather, by index.
 _READS: ContextVar[list[tuple[str, str]]] = ContextVar("reads outside of units")
-_SCOPE = "read {} outside of its unit"
+READ = "read {} outside of its unit"
 
 
 @contextlib.contextmanager
 def noting_reads() -> Iterator[list[tuple[str, str]]]:
-    """Yields the list of what is traced inside, for ``tell_of_reads``."""
+    """Yields the list of what is traced inside: a weight's name, the user's line."""
     reads: list[tuple[str, str]] = []
     with within(_READS, reads):
         yield reads
-
-
-def tell_of_reads(reads: list[tuple[str, str]], program: core.ClosedJaxpr) -> None:
-    """Warns once of the weights that a program reads outside of their units.
-
-    What it does not need is no read: that of a shape, or of a module that is printed.
-    """
-    if not reads:
-        return
-    needed = jaxprs.nested(jaxprs.without_unused(program).jaxpr.eqns)
-    scopes = "\n".join({jaxprs.scopes_of(eqn) for eqn in needed})
-    found = [read for i, read in enumerate(reads) if _SCOPE.format(i) in scopes]
-    names = dict(reversed(found))  # with their first lines
-    if not names:
-        return
-    (name, line), *more = reversed(names.items())
-    others = some_of([repr(name) for name, _ in more], limit=3)
-    others = f"; so are {len(more)} more: {others}" if more else ""
-    warnings.warn(
-        f"parameter {name!r} is read outside of its unit, or handed to a transform "
-        f"({line}): it is gathered there, whole, each time; to gather once, read it "
-        f"from jshard.gathered(unit){others}",
-        stacklevel=2,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +56,7 @@ class Shard:
         if self.place.dim is None:
             return self.gathered()
         reads = _READS.get()
-        scope = _SCOPE.format(len(reads))
+        scope = READ.format(len(reads))
         reads.append((self.name, lines.line_here()))
         with jax.named_scope(scope):
             return self.gathered()

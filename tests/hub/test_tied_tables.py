@@ -1,7 +1,6 @@
 """Adapters of a table that is the head, too: merged, the head is one of its own."""
 
 import json
-import types
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ import jshard
 from filled import filled
 from jshard.export import export
 from jshard.hub import peft
-from jshard.hub.file_tensor import FileTensor
 from jshard.models import gpt_huggingface, llama_huggingface
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.trained.huggingface_export import _heads_apart
 
 RECIPES = Path(jshard.__file__).parent / "recipes"
 SIZES = {"vocab_size": 40, "sequence_length": 8, "num_layers": 1, "num_heads": 2}
@@ -100,41 +97,29 @@ def test_a_merged_table_leaves_its_head_as_it_was(kind, left_out, tmp_path):
     np.testing.assert_allclose(merged(TOKENS), want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_head_stays_tied_to_a_table_without_an_adapter(tmp_path):
-    keys = KINDS["llama"][3]
+def exported(adapters, form, tmp_path):
+    """The state of a llama with adapters, and the folder to which it was exported."""
     state = jshard.FSDP(jshard.make_mesh()).from_model(
-        adapted("llama", ("*",)), optax.sgd(1.0), wrt=nnx.LoRAParam
+        adapted("llama", adapters), optax.sgd(1.0), wrt=nnx.LoRAParam
     )
     with jshard.Checkpointer(tmp_path / "run") as checkpointer:
-        checkpointer.save(state, config={"model": keys})
+        checkpointer.save(state, config={"model": KINDS["llama"][3]})
     recipe = str(RECIPES / "finetune.py")
-    export(tmp_path / "run", tmp_path / "out", format="huggingface", recipe=recipe)
-    assert written(tmp_path / "out", "llama")[1]["tied"]
+    export(tmp_path / "run", tmp_path / "out", format=form, recipe=recipe)
+    return state, tmp_path / "out"
+
+
+def test_a_head_stays_tied_to_a_table_without_an_adapter(tmp_path):
+    _, out = exported(("*",), "huggingface", tmp_path)
+    assert written(out, "llama")[1]["tied"]
 
 
 def test_adapters_that_peft_ties_to_heads_are_refused(tmp_path):
-    keys = KINDS["llama"][3]
-    state = jshard.FSDP(jshard.make_mesh()).from_model(
-        adapted("llama", ("embed",)), optax.sgd(1.0), wrt=nnx.LoRAParam
-    )
-    with jshard.Checkpointer(tmp_path / "run") as checkpointer:
-        checkpointer.save(state, config={"model": keys})
-    recipe = str(RECIPES / "finetune.py")
-    export(tmp_path / "run", tmp_path / "out", format="peft", recipe=recipe)
-    places = llama_huggingface.tensors(keys)
-    peft.check_adapters(tmp_path / "out", state, places)
-    file = tmp_path / "out" / peft.CONFIG
+    state, out = exported(("embed",), "peft", tmp_path)
+    places = llama_huggingface.tensors(KINDS["llama"][3])
+    peft.check_adapters(out, state, places)
+    file = out / peft.CONFIG
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"ensure_weight_tying": True}))
     with pytest.raises(jshard.UserError, match="ensure_weight_tying=True is not supp"):
-        peft.check_adapters(tmp_path / "out", state, places)
-
-
-def test_a_map_that_knows_no_head_of_its_own_refuses_a_merged_table():
-    entry = {"shape": (4, 2), "dtype": "float32", "lora_alpha": 4, "layer_dims": 0}
-    arrays = {f"params.embed.lora_{x}": entry for x in "ab"}
-    arrays["params.embed.lora_b"] = entry | {"shape": (2, 4)}
-    about = {"arrays": arrays, "stacks": [], "config": {}}
-    places = {"embed.embedding": FileTensor(("shared.weight",))}
-    with pytest.raises(jshard.UserError, match=r"embed\.embedding has an adapter"):
-        _heads_apart(types.ModuleType("map"), about, places)
+        peft.check_adapters(out, state, places)

@@ -150,7 +150,8 @@ def test_a_program_that_differs_is_told_by_its_first_line_and_callbacks_may():
 
 def test_settings_of_jax_that_change_programs_are_facts_and_those_of_a_process_not():
     facts = facts_of_jax()
-    assert {"jax_threefry_partitionable", "jax_enable_x64"} <= {*facts["jax.config"]}
+    changing = {"jax_threefry_partitionable", "jax_use_direct_linearize"}
+    assert changing <= {*facts["jax.config"]}
     assert facts["devices"]["number"] == str(len(jax.local_devices()))
     with jax.threefry_partitionable(False):
         assert told(facts_of_jax(), facts).endswith(

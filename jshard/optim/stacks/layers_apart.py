@@ -14,6 +14,7 @@ asked more.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,7 +114,7 @@ def _updated_otherwise(tx: Transformation, stacks: Any, form: Form) -> str | Non
 def _knows_layers(tx: Transformation, stacks: Any) -> bool:
     """Returns whether layers of equal values are updated unlike each other.
 
-    An optimizer that does not take arrays of these sizes counts as one that does so.
+    An optimizer that takes no arrays of these sizes cannot be asked; a warning says so.
     """
 
     def first(variable: Any, like: Any) -> Any:
@@ -126,7 +127,12 @@ def _knows_layers(tx: Transformation, stacks: Any) -> bool:
             pairs = (jax.tree.leaves(x) for x in (updates, firsts(updates)))
             if not all(map(_same, *pairs)):
                 return True
-    except Exception:  # the user's, which is raised again where a step is traced
+    except Exception as error:  # the user's, raised again where a step has it, too
+        warnings.warn(
+            "optimizer: whether it treats a Stack's layers as tensors of their own is "
+            f"not known: for tiny arrays it raises {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
         return True
     return False
 
