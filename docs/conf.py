@@ -22,7 +22,7 @@ version = release = runpy.run_path(str(REPOSITORY / "jshard/compat/versions.py")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Pages that the repository has and the site does not.
-NOT_ON_SITE = ("architecture.md", "licences.md", "log.md")
+NOT_ON_SITE = ("architecture.md", "decisions", "licences.md", "log.md")
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", *NOT_ON_SITE]
 # JAX's wheels for CPUs suffice: nothing runs but imports and docstrings.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -77,7 +77,8 @@ def relink(app: Any, docname: str, source: list[str]) -> None:
         target = Path(os.path.normpath(written.parent / path))
         if not target.exists():
             return match[0]  # Sphinx says so
-        if target.is_dir() or target in {DOCS / name for name in NOT_ON_SITE}:
+        off_site = any(target.is_relative_to(DOCS / name) for name in NOT_ON_SITE)
+        if target.is_dir() or off_site:
             return text  # the site has no listings of folders
         if target == REPOSITORY / "README.md":
             target = DOCS / "index.md"

@@ -62,7 +62,8 @@ def empty_tables(text: str) -> list[str]:
 
 def site_sources() -> list[Path]:
     """The Markdown files and notebooks that Sphinx makes the site of."""
-    pages = [p for p in BLOCKS["pages"]() if p.name not in CONF["NOT_ON_SITE"]]
+    off_site = [CONF["DOCS"] / name for name in CONF["NOT_ON_SITE"]]
+    pages = [p for p in BLOCKS["pages"]() if not any(map(p.is_relative_to, off_site))]
     return [*pages, *CONF["BROUGHT"]]
 
 
