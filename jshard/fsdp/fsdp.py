@@ -14,25 +14,23 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
-from jshard.four_bit.base import in_four_bits
-from jshard.fsdp import checks, given, step
+from jshard.fsdp import checks, given, new_state, step
 from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
 from jshard.layout.batch import check_fields, split_batch
 from jshard.layout.capacity import check_capacity
-from jshard.layout.initial_values import fill, mark_stacked, prepare
+from jshard.layout.initial_values import fill
 from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.layout.padding import pad
-from jshard.layout.state_layout import Layout, padded
+from jshard.layout.state_layout import Layout
 from jshard.layout.variables import is_variable
-from jshard.nn.adapted import start_magnitudes
 from jshard.nn.loss import Means
+from jshard.optim import nnx_optimizer
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
-from jshard.pipe.requirements import check_pipeline
-from jshard.unit.model import layer_paths, make_units, of_one_device
+from jshard.unit.model import of_one_device
 
 
 class FSDP:
@@ -111,9 +109,9 @@ class FSDP:
           UserError: ``wrt`` selects no parameters, the optimizer does not keep layers
             apart, an override matches no module, or the memory is too small.
         """
-        create = self._creator(given.from_seed(make_model), optimizer, wrt)
+        create = new_state.creator(self, given.from_seed(make_model), optimizer, wrt)
         seed_array = given.checked_seed(seed)
-        abstract = self._abstract(create, seed_array, optimizer)
+        abstract = new_state.abstract(self, create, seed_array, optimizer)
         check_capacity(abstract, self.mesh.local_devices)
         if frozen is not None:
             abstract = dataclasses.replace(abstract, frozen=frozen)
@@ -122,7 +120,7 @@ class FSDP:
     def from_model(
         self,
         model: nnx.Module,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | nnx.Optimizer,
         wrt: Any = nnx.Param,
     ) -> TrainState:
         """Creates a state from an existing model, such as a pretrained one.
@@ -134,21 +132,26 @@ class FSDP:
         Args:
           model: a model with full arrays, in numpy or on devices of this process; the
             same in each process. Modules keep their modes, as of ``model.eval()``.
-          optimizer: any optax transformation.
+          optimizer: any optax transformation; or the ``nnx.Optimizer`` of the model,
+            whose moments and step go on. Its ``tx`` alone would start anew. Steps are
+            given ``optimizer.tx``.
           wrt: an NNX filter that selects the parameters to train, such as
             ``nnx.LoRAParam``. The other parameters are sharded and stay as they are.
 
         Raises:
-          UserError: as ``init``, or the model does not hold full arrays.
+          UserError: as ``init``; the model does not hold full arrays; the
+            ``nnx.Optimizer`` trains other parameters than ``wrt`` selects.
         """
         merge, values = given.existing(model)
-        create = self._creator(merge, optimizer, wrt)
-        abstract = self._abstract(create, values, optimizer)
+        tx = nnx_optimizer.transformation(optimizer)
+        create = new_state.creator(self, merge, tx, wrt)
+        abstract = new_state.abstract(self, create, values, tx)
         check_capacity(abstract, self.mesh.local_devices)
+        abstract = nnx_optimizer.taken_over(optimizer, values, abstract)
 
         def start(step: jax.Array, params: nnx.State) -> dict[str, Any]:
             params = jax.tree.map(on_device, params)
-            return first_fields(self.policy, self.mesh, optimizer, params, step)
+            return first_fields(self.policy, self.mesh, tx, params, step)
 
         put = transfer.put_state
         arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
@@ -168,44 +171,8 @@ class FSDP:
 
         Nothing is allocated. Raises the errors of ``init``.
         """
-        create = self._creator(given.from_seed(make_model), optimizer, wrt)
-        return self._abstract(create, jnp.zeros((), jnp.uint32), optimizer)
-
-    def _abstract(self, create: Callable, inputs: Any, optimizer: Any) -> TrainState:
-        shapes = jax.eval_shape(create, inputs)
-        checks.check_shapes(shapes, optimizer)
-        model = nnx.merge(shapes.graphdef, *shapes.model_arrays, copy=True)
-        make_units(model, self.units)
-        checks.check_model(model, self.policy, self.mesh)
-        check_pipeline(shapes.model_arrays, self.policy, self.mesh)
-        layout = Layout.of(shapes, self.policy, self.mesh, self.tensor_splits)
-        checks.warn_of_parameters(model, shapes, layout)
-        return layout.abstract(shapes)
-
-    def _creator(
-        self, make_model: Callable[[Any], nnx.Module], optimizer: Any, wrt: Any
-    ) -> Callable[..., TrainState]:
-        """Returns a function of the inputs of ``make_model``, and of ``frozen``."""
-        given.check_optimizer(optimizer)
-
-        def create(inputs: Any, frozen: Any = None) -> TrainState:
-            model = make_model(inputs)
-            checks.check_units(model, self.units)
-            is_parameter = nnx.filterlib.to_predicate((wrt, nnx.Param))
-            mark_stacked(model, self.layer_dims, is_parameter)
-            prepare(model, self.policy, self.mesh, self.units, is_parameter)
-            layers = layer_paths(model, self.units)
-            graphdef, *arrays = nnx.split(model, wrt, nnx.Param, ...)
-            checks.check_trained(arrays[0])
-            first = jnp.zeros((), jnp.int32)
-            state = TrainState(first, *arrays, opt_state=(), graphdef=graphdef)
-            state = in_four_bits(state, self.policy, self.mesh, layers)
-            state = padded(state, self.policy, self.mesh, self.tensor_splits)
-            state = start_magnitudes(state, frozen, self.mesh)
-            more = first_fields(self.policy, self.mesh, optimizer, state.params, first)
-            return dataclasses.replace(state, **more)
-
-        return create
+        create = new_state.creator(self, given.from_seed(make_model), optimizer, wrt)
+        return new_state.abstract(self, create, jnp.zeros((), jnp.uint32), optimizer)
 
     # Steps.
 
@@ -318,6 +285,28 @@ class FSDP:
         check_kept(state)
         arrays = transfer.as_read(state.model_arrays, self.mesh)
         return of_one_device(nnx.merge(state.graphdef, *arrays, copy=True))
+
+    def to_optimizer(
+        self,
+        state: TrainState,
+        optimizer: optax.GradientTransformation,
+        wrt: Any = nnx.Param,
+    ) -> nnx.Optimizer:
+        """Returns the ``nnx.Optimizer`` of ``model(state)``: the way back.
+
+        Its arrays are like those of that model: global and sharded, without padding.
+
+        Args:
+          state: a state.
+          optimizer: the transformation that it was made with.
+          wrt: the filter that it was made with.
+
+        Raises:
+          UserError: the state was made with others, or was donated to a train step.
+        """
+        given.check_optimizer(optimizer)
+        model = self.model(state)
+        return nnx_optimizer.given_back(model, optimizer, wrt, state, self.mesh)
 
     def put(self, state: TrainState, **fields: Any) -> TrainState:
         """Returns the state with other values in some fields: the inverse of ``fetch``.

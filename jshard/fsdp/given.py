@@ -149,8 +149,9 @@ def check_optimizer(optimizer: Any) -> None:
     """Raises UserError unless ``optimizer`` is an optax transformation."""
     if isinstance(optimizer, nnx.Optimizer):
         raise UserError(
-            "optimizer is an nnx.Optimizer; pass the optax transformation that it was "
-            "made with (its tx): jshard makes and keeps the optimizer's state itself"
+            "optimizer is an nnx.Optimizer; pass optimizer.tx, its optax "
+            "transformation. Its state goes on with the model: "
+            "fsdp.from_model(model, optimizer)"
         )
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UserError(

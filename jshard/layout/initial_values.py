@@ -84,7 +84,8 @@ def mark_stacked(
         for inner, variable in variables(module):
             if not number or not is_parameter((*path, *inner), variable):
                 continue
-            shape = np.shape(variable.get_value())[layers.layer_dims(variable) :]
+            shape = np.shape(variable.get_value())
+            shape = shape[layers.layer_dims_of_stacks(variable) :]
             counts.add(shape[:number])
             if len(shape) < number or len(counts) > 1:
                 name = ".".join(map(str, (*path, *inner)))
@@ -103,7 +104,7 @@ def mark_stacked(
     for _, variable in variables(model):
         if id(variable) in stacked:
             number, path = stacked[id(variable)]
-            layers.mark_layers(variable, inner=[path] * number)
+            layers.mark_stacked_by_flax(variable, number, path)
 
 
 def fill(

@@ -8,6 +8,8 @@ from flax import nnx
 # Metadata key: the variable's path in a layer of each Stack that it is stacked by,
 # outermost Stack first. The Stacks' layer dimensions lead its shape.
 IN_LAYER = "in_layer"
+# Metadata key: how many of these an FSDP marked, of what nnx.vmap stacked.
+_STACKED = "stacked"
 
 
 def layer_dims(variable: nnx.Variable) -> int:
@@ -25,6 +27,23 @@ def mark_layers(
     """
     paths = (*outer, *variable.get_metadata(IN_LAYER, ()), *inner)
     variable.set_metadata(IN_LAYER, tuple(tuple(map(str, path)) for path in paths))
+
+
+def mark_stacked_by_flax(variable: nnx.Variable, number: int, inner: tuple) -> None:
+    """Marks ``number`` layer dimensions that ``nnx.vmap`` added, in place.
+
+    Marks that are there already, as of a model of another state, are taken off before.
+    """
+    paths = variable.get_metadata(IN_LAYER, ())
+    own = len(paths) - variable.get_metadata(_STACKED, 0)
+    variable.set_metadata(IN_LAYER, paths[:own])
+    mark_layers(variable, inner=[inner] * number)
+    variable.set_metadata(_STACKED, number)
+
+
+def layer_dims_of_stacks(variable: nnx.Variable) -> int:
+    """Returns the number of layer dimensions but those that ``nnx.vmap`` added."""
+    return layer_dims(variable) - variable.get_metadata(_STACKED, 0)
 
 
 def without_layers(variable: nnx.Variable) -> nnx.Variable:

@@ -155,15 +155,18 @@ def as_read(tree: Any, mesh: Any) -> Any:
         if padding_now(leaf) is None and not in_bits:
             return leaf
         place = NamedSharding(mesh, decoded_spec(leaf, mesh)) if in_bits else whole
-        values = lambda leaf: decoded(exact_values(leaf))
         if isinstance(leaf.get_value(), jax.ShapeDtypeStruct):
-            types = jax.eval_shape(values, leaf)
+            types = jax.eval_shape(_decoded_and_exact, leaf)
             there = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
             return jax.tree.map(there, types)
         leaf = jax.tree.map(on_device, leaf)
-        return jax.jit(values, out_shardings=place)(leaf)
+        return jax.jit(_decoded_and_exact, out_shardings=place)(leaf)
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def _decoded_and_exact(leaf: nnx.Variable) -> nnx.Variable:
+    return decoded(exact_values(leaf))
 
 
 def fetch(x: Any) -> np.ndarray:

@@ -144,6 +144,9 @@ def _advice(value: Any) -> str:
     )
 
 
+_OF_EXAMPLES = "what each example has (logits) comes from fsdp.predict_step"
+
+
 def _kind(value: Any) -> str:
     """Describes a value that is no Mean, for error messages."""
     if value is None:
@@ -232,8 +235,9 @@ def terms_of(result: Any) -> tuple[Loss, dict[str, Mean | Max], list[jax.Array]]
         result, metrics = result
     if not isinstance(metrics, dict):
         raise UserError(
-            "loss_fn returned a pair whose second part is a "
-            f"{type(metrics).__name__}; it must be a dict of name to jshard.Mean"
+            f"loss_fn returned (loss, aux), and aux is {_kind(metrics)}; return ("
+            "jshard.Mean(jnp.sum(losses), losses.size), {'accuracy': jshard.Mean("
+            f"...)}}), a dict of name to jshard.Mean; {_OF_EXAMPLES}"
         )
     for name, value in metrics.items():
         if not isinstance(value, Mean | Max):
@@ -243,6 +247,7 @@ def terms_of(result: Any) -> tuple[Loss, dict[str, Mean | Max], list[jax.Array]]
             raise UserError(
                 f"loss_fn: metric {name!r} is {_kind(value)}; "
                 f"{_advice(value) or instead}"
+                + (f"; {_OF_EXAMPLES}" if getattr(value, "ndim", 0) else "")
             )
         if name in _OF_STEPS:
             raise UserError(f"loss_fn: metric name {name!r} is taken; choose another")

@@ -324,7 +324,19 @@ AN_ARRAY = (
             lambda m: {"loss": m},
             r"returned a value of type dict; it must return jshard.Mean",
         ),
-        (lambda m: (m, m), r"second part is a Mean; it must be a dict"),
+        (
+            lambda m: (m, m),
+            r"returned \(loss, aux\), and aux is a value of type Mean; return .* dict",
+        ),
+        # As nnx.value_and_grad(has_aux=True) takes.
+        (
+            lambda m: (m.total / m.count, jnp.ones((2, 3))),
+            r"aux is an array of shape \(2, 3\); return \(jshard.Mean\(.*predict_step",
+        ),
+        (
+            lambda m: (m, {"z": jnp.ones((2, 3))}),
+            r"metric 'z' is an array of shape \(2, 3\); for jnp.mean.*predict_step",
+        ),
         (lambda m: (m.total, {"z": m}), rf"returned {AN_ARRAY}"),
         (
             lambda m: (m, {"z": 2 * m}),
