@@ -211,9 +211,9 @@ def test_the_list_is_sorted_and_every_write_of_it_is_another(there, monkeypatch)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[", "is damaged: restore or remove it"),
-        ("[]", "is damaged: restore or remove it"),
-        ('{"format": 1, "owner": "x", "steps": []}', "is damaged: restore or remove"),
+        ("[", "is damaged: restore it"),
+        ("[]", "is damaged: restore it"),
+        ('{"format": 1, "owner": "x", "steps": []}', "is damaged: restore it"),
         ('{"format": 1, "owner": "x", "steps": {"1": "2-ab"}}', "names no folders"),
         ('{"format": 1, "owner": "x", "steps": {"1": 3}}', "names no folders"),
         ('{"format": 2, "owner": "x", "steps": {}}', "newer jshard: upgrade jshard"),
