@@ -221,9 +221,7 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
         )
     if (step := bucket.address(folder)) is not None:
         with bucket.explained_reads(step):
-            stored = bucket.database(step)
-            context = tensorstore.Context(stored.pop("context"))
-            return _load(_open(_zarr3(stored, wanted), context), wanted, 512 << 20)
+            return _load(bucket.database(step), wanted, 512 << 20)
     stored = database(folder / ARRAYS) | {"cache_pool": INDEX}
     return read_specs(folder, _zarr3(stored, wanted), wanted)
 
@@ -241,7 +239,8 @@ def read_specs(
 ) -> dict[str, jax.Array]:
     """Reads arrays of a folder like ``load``, by TensorStore's specs of them."""
     with _told(folder):
-        return _load(_open(specs, tensorstore.Context(_CONTEXT)), wanted, 128 << 20)
+        opened = _open(specs, tensorstore.Context(_CONTEXT))
+        return _load_opened(opened, wanted, 128 << 20)
 
 
 def open_specs(folder: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,6 +275,14 @@ def _open(specs: Mapping[str, Any], context: Any) -> dict[str, Any]:
 
 
 def _load(
+    stored: dict[str, Any], wanted: Mapping[str, Any], at_once: int
+) -> dict[str, jax.Array]:
+    """Reads arrays of a database, whose spec has its context."""
+    context = tensorstore.Context(stored.pop("context"))  # all share one
+    return _load_opened(_open(_zarr3(stored, wanted), context), wanted, at_once)
+
+
+def _load_opened(
     opened: Mapping[str, Any], wanted: Mapping[str, Any], at_once: int
 ) -> dict[str, jax.Array]:
     """Reads arrays that are being opened, some bytes at a time, each shard once."""

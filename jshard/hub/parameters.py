@@ -94,7 +94,8 @@ def find_parameters(
             )
         return source
     if is_orbax(path) and not find_steps(path / CHECKPOINTS):
-        return _of_orbax(match(open_orbax(path), state, optimizer=optimizer), optimizer)
+        found = match(open_orbax(path.absolute()), state, optimizer=optimizer)
+        return _of_orbax(found, optimizer)
     averages = optimizer and state.ema is not None
     if averages and jax.eval_shape(counts.updates, state.opt_state) is None:
         raise UserError(

@@ -1,5 +1,7 @@
 """Checkpoints that Orbax wrote without jshard: read exactly on any mesh, or refused."""
 
+import functools
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1
 
 import jshard
@@ -22,6 +25,7 @@ from jshard.checkpoint.orbax.matching import match
 from jshard.checkpoint.restore import find_newest, find_step
 from jshard.hub.parameters import find_parameters
 
+PAGE = Path(__file__).parents[2] / "docs/how_to/orbax.md"
 WIDTH, OUT = 5, 3  # which no mesh of 2, 4 or 8 divides
 POLICY = jshard.Policy(min_shard_elements=0)
 TX = optax.chain(
@@ -137,7 +141,10 @@ def test_linens_train_state_goes_on_as_in_its_loop(whole, tmp_path, x64):
 
     @jax.jit
     def step(state, x):
-        loss = lambda params: jnp.mean(jnp.sum(jnp.square(apply(params, x)), -1))
+        def loss(params: Any) -> Any:
+            outputs: Any = apply(params, x)
+            return jnp.mean(jnp.sum(outputs**2, axis=-1))
+
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
@@ -260,6 +267,41 @@ def check(fsdp: jshard.FSDP, got: Any, want: Any) -> None:
     for g, w in zip(got, want, strict=True):
         assert g.dtype == w.dtype
         np.testing.assert_array_equal(g, np.asarray(w))
+
+
+by_rank = lambda params: jax.tree.map(lambda x: "ab"[jnp.ndim(x) > 1], params)
+OPTIMIZERS = {
+    "MultiSteps": optax.MultiSteps(TX, 2).gradient_transformation(),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(learning_rate=0.1),
+    "partition": optax.partition({"a": optax.sgd(0.1, 0.9), "b": TX}, by_rank),
+    "muon": optax.contrib.muon(1e-3),
+    "adafactor": optax.adafactor(1e-3),
+    "apply_if_finite": optax.apply_if_finite(TX, 3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizers_tree_is_read_as_flax_and_orbax_flatten_it(
+    name, plain, tmp_path, x64
+):
+    model, tx = plain[0], OPTIMIZERS[name]
+    draw = np.random.default_rng(2)
+    random = lambda x: jnp.asarray(9 * draw.random(x.shape)).astype(x.dtype)
+    opt = jax.tree.map(random, nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)))
+    save(tmp_path / "saved", {"model": nnx.state(model), "optimizer": opt})
+    fsdp = make_fsdp()
+    abstract = fsdp.abstract_state(Model, tx)
+    found = match(open_orbax(tmp_path / "saved"), abstract, optimizer=True)
+    state = metadata.replace_arrays(abstract, found.load(abstract))
+    got = metadata.arrays_by_name(fsdp.fetch(state))
+    want = {
+        ".".join(map(str, ("opt_state", *path))): np.asarray(leaf.get_value())
+        for path, leaf in nnx.to_flat_state(opt["opt_state"])
+        if jax.tree.leaves(leaf)  # not masked
+    }
+    assert {*want} == {name for name in got if name.startswith("opt_state.")}
+    for key, x in want.items():
+        np.testing.assert_array_equal(got[key], x)
 
 
 def test_a_step_of_a_manager_can_be_chosen_and_a_stateless_optimizer_has_none(
@@ -385,23 +427,28 @@ def test_folders_of_orbax_are_never_called_damaged_or_to_be_removed(plain, tmp_p
     assert sorted(x.name for x in (tmp_path / "steps").iterdir()) == ["1", "8"]
 
 
-@pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_orbax_alone_reads_a_checkpoint_and_its_folder_is_told_from_orbaxs(
     plain, tmp_path, x64
 ):
     model, *_ = plain
     fsdp = make_fsdp()
-    state = fsdp.from_model(model, TX)
     with jshard.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(state)
+        checkpointer.save(fsdp.from_model(model, TX))
     with pytest.raises(jshard.UserError, match=rf"of jshard's: give {tmp_path}/0$"):
         jshard.restore_orbax(tmp_path / "0/state", fsdp, Model, TX)
     with pytest.raises(jshard.UserError, match="holds no checkpoint of Orbax's"):
         jshard.restore_orbax(tmp_path, fsdp, Model, TX)
-    read = v1.load(tmp_path / "0/state")
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        x = read["params"]
-        for key in path:
-            x = x[str(key)]
-        exact = tuple(map(slice, variable.get_value().shape))
-        np.testing.assert_array_equal(x[exact], variable.get_value())
+    # The lines of the page, without jshard.
+    text = PAGE.read_text()
+    lines = text[text.index("def read(") : text.index("params, tree =")]
+    names = {"json": json, "jax": jax, "v1": v1}
+    names |= {"flatten_dict": flatten_dict, "unflatten_dict": unflatten_dict}
+    exec(lines, names)
+    tree = names["read"](tmp_path / "0")
+    kinds = {"params": nnx.Param, "model_state": nnx.Not(nnx.Param)}
+    for kind, of_kind in kinds.items():
+        for path, variable in nnx.to_flat_state(nnx.state(model, of_kind)):
+            x = functools.reduce(lambda node, key: node[str(key)], path, tree[kind])
+            want = variable.get_value()
+            assert (x.shape, x.dtype) == (want.shape, want.dtype)
+            assert bool(jnp.all(x == want))

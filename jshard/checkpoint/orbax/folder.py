@@ -143,7 +143,9 @@ def _arrays(item: Path) -> dict[Keys, dict[str, Any]]:
     """Returns TensorStore's specs of an item's arrays."""
     try:
         content = read_json(item / _ITEM)
-        form: dict[str, Any] = {"driver": "zarr3" if content["use_zarr3"] else "zarr"}
+        form: dict[str, Any] = {
+            "driver": "zarr3" if content.get("use_zarr3") else "zarr"
+        }
         if content.get("store_array_data_equal_to_fill_value"):
             form["fill_missing_data_reads"] = False  # a missing file is an error
         entries = content["tree_metadata"].values()
