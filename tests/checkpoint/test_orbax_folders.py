@@ -109,6 +109,7 @@ def trained(fsdp: jshard.FSDP, state: Any, tx: Any = TX, loss: Any = loss_fn) ->
 # Going on.
 
 
+@pytest.mark.quick("2", "8")
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_a_model_and_its_nnx_optimizer_go_on_as_in_the_loop_of_flax(
     devices, plain, x64
@@ -127,6 +128,7 @@ class LinenModel(linen.Module):
         return linen.Dense(OUT, **wide)(jnp.tanh(linen.Dense(WIDTH, **wide)(x)))
 
 
+@pytest.mark.quick("params")
 @pytest.mark.parametrize("whole", [False, True], ids=["params", "variables"])
 def test_linens_train_state_goes_on_as_in_its_loop(whole, tmp_path, x64):
     module = LinenModel()
@@ -181,6 +183,14 @@ def manager(folder: Path, tree: Any) -> None:
         steps.save(8, args=ocp.args.StandardSave(tree))
 
 
+def older(folder: Path, tree: Any) -> None:
+    """As before Orbax marked a checkpoint's own folder."""
+    manager(folder, tree)
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        for file in folder.rglob(name):
+            file.unlink()
+
+
 def items(folder: Path, tree: Any) -> None:
     options = ocp.CheckpointManagerOptions(step_prefix="ckpt")
     with ocp.CheckpointManager(folder, options=options) as steps:
@@ -201,6 +211,7 @@ WRITERS = {
     "no OCDBT": checkpointer(use_ocdbt=False),
     "no OCDBT, zarr3": checkpointer(use_ocdbt=False, use_zarr3=True),
     "CheckpointManager": manager,
+    "CheckpointManager, older": older,
     "CheckpointManager, items": items,
     "v1 save": v1.save,
     "v1 Checkpointer": v1_training,

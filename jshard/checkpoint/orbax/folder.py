@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint import manifest, metadata
-from jshard.checkpoint.stored_arrays import INDEX
+from jshard.checkpoint.stored_arrays import ARRAYS, INDEX
 from jshard.checkpoint.untrusted import path_inside, read_json
 from jshard.errors import UserError, some_of
 
@@ -55,6 +55,8 @@ def is_orbax(path: Path) -> bool:
 
 def check_not_orbax(folder: Path) -> None:
     """Raises UserError for a folder of Orbax's, where one of jshard's is needed."""
+    if _step_of_jshard(folder) is not None:
+        return
     if _is_checkpoint(folder):
         what = "is a checkpoint of Orbax's"
     elif steps := _steps(folder):
@@ -89,7 +91,7 @@ def open_orbax(path: Path, step: int | None = None) -> OrbaxCheckpoint:
         (path,) = steps[step]
     elif step is not None:
         raise UserError(f"{path} is one checkpoint: leave out step={step}")
-    elif path.name.isdecimal():
+    elif re.fullmatch("[0-9]{1,9}", path.name):
         step = int(path.name)
     _check_complete(path)
     items = [path] if (path / _ITEM).exists() else _items(path)
@@ -130,10 +132,19 @@ def _folders(path: Path) -> list[Path]:
     return sorted(x for x in path.iterdir() if x.is_dir()) if path.is_dir() else []
 
 
+def _step_of_jshard(path: Path) -> Path | None:
+    """Returns the step's folder of jshard's that a folder is the arrays of."""
+    for inner in (path, path.parent):
+        files = (inner.parent / name for name in (manifest.FILE, metadata.FILE))
+        if inner.name == ARRAYS and any(file.exists() for file in files):
+            return inner.parent
+    return None
+
+
 def _check_complete(path: Path) -> None:
-    if any((path.parent / x).exists() for x in (manifest.FILE, metadata.FILE)):
+    if (step := _step_of_jshard(path)) is not None:
         raise UserError(
-            f"{path} has the arrays of a checkpoint of jshard's: give {path.parent}"
+            f"{path} has the arrays of a checkpoint of jshard's: give {step}"
         )
     if _UNFINISHED in path.name:
         raise UserError(f"{path} is a save that Orbax did not complete: give another")

@@ -293,12 +293,13 @@ def _step_path(tree: Tree, optimizer: Keys | None, params: Keys) -> Keys | None:
 
 
 def _read_step(checkpoint: OrbaxCheckpoint, path: Keys) -> int:
-    (store,) = open_specs(
-        checkpoint.path, {dotted(path): checkpoint.arrays[path]}
-    ).values()
-    if store.rank or not np.issubdtype(store.dtype.numpy_dtype, np.integer):
-        raise UserError(f"{checkpoint}: {dotted(path)} is no number of steps")
-    return int(store.read().result())
+    name = dotted(path)
+    store = open_specs(checkpoint.path, {name: checkpoint.arrays[path]})[name]
+    if store.rank == 0 and np.issubdtype(store.dtype.numpy_dtype, np.integer):
+        step = int(store.read().result())
+        if 0 <= step < 2**31:
+            return step
+    raise UserError(f"{checkpoint}: {name} is no number of steps")
 
 
 def _check_types(
