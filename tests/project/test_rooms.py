@@ -18,7 +18,7 @@ MOST_LINES = {
     "surface": 679,
     "plan": 5292,
     "training": 15615,
-    "checkpoint": 7267,
+    "checkpoint": 7272,
     "generation": 1214,
     "start-up note": 444,
     "fsdp": 2422,

@@ -112,9 +112,9 @@ def match(
     }
     moments = {path for place in optimizers for path in tree.below(place)}
 
-    where = f"{checkpoint}: the parameters"
     candidates = [x for x in tree.places(parts.params) if not _within(x, optimizers)]
-    params = _one_place(where, "params_at", params_at, candidates)
+    what = "the parameters"
+    params = _one_place(checkpoint, what, candidates, "params_at", params_at)
     if params is None:
         params = _closest(tree, parts.params, optimizers)
     found = tree.at(params, {**parts.params, **parts.adapters})
@@ -123,8 +123,8 @@ def match(
     _check_model(checkpoint, tree, params, parts, found, fine)
     said, place = [f"parameters at {dotted(params)}"], None
     if optimizer:
-        where = f"{checkpoint}: the optimizer's state"
-        place = _one_place(where, "optimizer_at", optimizer_at, [*optimizers])
+        what, fitting = "the optimizer's state", [*optimizers]
+        place = _one_place(checkpoint, what, fitting, "optimizer_at", optimizer_at)
         if place is None and parts.optimizer:
             raise _other_optimizer(checkpoint, tree, parts.optimizer, fine)
         if place is not None:
@@ -142,7 +142,7 @@ def match(
     read = {*found.values()} | ({counter} if counter else set())
     skipped = streams if optimizer else streams | moments
     left = [path for path in tree.paths if path not in read | skipped]
-    groups = some_of([*tree.groups(left, read | moments)])
+    groups = some_of([*tree.groups(left, read)])
     if optimizer and not streams <= read:
         said.append("other random streams are not read")
     return OrbaxMatch(checkpoint, found, step, ", ".join(said), groups)
@@ -227,19 +227,24 @@ def _within(place: Keys, optimizers: Iterable[Keys]) -> bool:
 
 
 def _one_place(
-    what: str, argument: str, given: str | None, found: list[Keys]
+    checkpoint: OrbaxCheckpoint,
+    what: str,
+    fitting: list[Keys],
+    argument: str,
+    given: str | None,
 ) -> Keys | None:
     """Returns the place that is meant; None if there is none."""
     if given is not None:
-        found = [place for place in found if ".".join(place) == given]
-        if not found:
-            raise UserError(f"{what} are not at {argument}={given!r}")
-    if len(found) > 1:
+        fitting = [place for place in fitting if ".".join(place) == given]
+        if not fitting:
+            raise UserError(f"{checkpoint}: {argument}={given!r} is no place of {what}")
+    if len(fitting) > 1:
         raise UserError(
-            f"{what} fit {len(found)} places, {some_of([*map(dotted, found)])}: give "
-            f"one to jshard.restore_orbax as {argument}='...'"
+            f"{checkpoint}: {len(fitting)} places fit {what}, "
+            f"{some_of([*map(dotted, fitting)])}: give one to jshard.restore_orbax as "
+            f"{argument}='...'"
         )
-    return found[0] if found else None
+    return fitting[0] if fitting else None
 
 
 def _closest(tree: Tree, part: Part, optimizers: Iterable[Keys]) -> Keys:
