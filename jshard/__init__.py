@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jshard.fsdp.precision import Precision as Precision
     from jshard.fsdp.state import TrainState as TrainState
     from jshard.generation.generator import generate as generate
+    from jshard.hub.parameters import restore_orbax as restore_orbax
     from jshard.nn.dropout import Dropout as Dropout
     from jshard.nn.loss import Loss as Loss
     from jshard.nn.loss import Mean as Mean
@@ -59,6 +60,7 @@ else:
         "generate": "generation.generator",
         "make_mesh": "fsdp.mesh",
         "pmean": "collectives.reduce",
+        "restore_orbax": "hub.parameters",
     }
     __all__ = [*_HOMES]
 

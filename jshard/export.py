@@ -198,8 +198,7 @@ def _check_output(output: Path | str) -> None:
     for name in names_at(output):
         if ".safetensors" in name or name in (metadata.FILE, CONFIG, peft.CONFIG):
             raise UserError(
-                f"--output={output} holds {name} already: give another folder, or "
-                "remove it"
+                f"--output={output} holds {name} already: give another folder"
             )
 
 

@@ -23,6 +23,7 @@ from jshard.checkpoint.buckets.mirror import temporary_folder
 from jshard.checkpoint.buckets.objects import Overtaken
 from jshard.checkpoint.buckets.saves import BucketSaves
 from jshard.checkpoint.disk_saves import DiskSaves
+from jshard.checkpoint.orbax.folder import check_not_orbax
 from jshard.checkpoint.participants import Participants, why
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.step_folders import find_steps, step_folder
@@ -72,7 +73,7 @@ class Checkpointer:
       local: For a URL, where its small files are kept; by default a temporary folder.
 
     Raises:
-      UserError: The folder cannot be written.
+      UserError: The folder cannot be written, or Orbax keeps checkpoints there.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Checkpointer:
                 self._saves = BucketSaves(str(folder), self.folder)
             else:
                 self.folder = Path(folder).absolute()
+                check_not_orbax(self.folder)
                 self._saves = DiskSaves(self.folder)
         except OSError as error:
             raise UserError(

@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 
 from jshard.checkpoint import frozen, manifest, metadata
 from jshard.checkpoint.buckets import arrays as bucket
+from jshard.checkpoint.orbax.folder import check_not_orbax, is_orbax
 from jshard.checkpoint.step_folders import (
     CHECKPOINTS,
     REPLACED,
@@ -28,7 +29,8 @@ PATIENCE = 30.0  # seconds, for network file systems that cache missing files
 
 def is_step(path: Path) -> bool:
     """Returns whether ``path`` is a step's folder, possibly damaged."""
-    return (path / manifest.FILE).exists() or (path / ARRAYS).is_dir()
+    has_arrays = (path / ARRAYS).is_dir() and not is_orbax(path)
+    return (path / manifest.FILE).exists() or has_arrays
 
 
 def find_step(path: Path) -> Path:
@@ -52,11 +54,15 @@ def checkpoints_folder(path: Path) -> Path:
     """Returns the folder of checkpoints that ``path`` is, or that it has as a run.
 
     Raises:
-      UserError: It contains no checkpoint.
+      UserError: It contains no checkpoint, or one of Orbax's.
     """
-    for folder in (path, path / CHECKPOINTS):
+    folders = (path, path / CHECKPOINTS)
+    for folder in folders:
         if find_steps(folder):
+            check_not_orbax(folder)
             return folder
+    for folder in folders:
+        check_not_orbax(folder)
     if not path.exists():
         raise UserError(f"{path} does not exist")
     raise UserError(f"{path} holds no checkpoint")
@@ -79,9 +85,10 @@ def find_newest(folder: Path) -> Path | None:
       The step's folder, the same on every process; None if there are no checkpoints.
 
     Raises:
-      UserError: All are damaged, a newer jshard wrote the newest, or a process cannot
-        see it.
+      UserError: All are damaged, a newer jshard wrote the newest, a process cannot
+        see it, or Orbax keeps checkpoints there.
     """
+    check_not_orbax(folder)
     damaged = []
     for path in _steps_on_first(folder)[::-1]:
         step = int(path.stem)  # without ".replaced"
@@ -99,7 +106,7 @@ def find_newest(folder: Path) -> Path | None:
     if damaged:
         raise UserError(
             f"no checkpoint in {folder} can be used: {'; '.join(damaged)}; to start "
-            "from step 1, remove that folder or give another --workdir"
+            "from step 1, give another --workdir"
         )
     return None
 

@@ -1,8 +1,9 @@
 """The arrays of a checkpoint: writing, matching with those of a state, reading."""
 
 import collections
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
+INDEX = "cache_pool#index"  # TensorStore's cache of where a database has its chunks
+_CONTEXT = {INDEX: {"total_bytes_limit": 100_000_000}}
 _CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it
 _FILE = 256 << 20  # bytes; processes and threads divide the files to verify them
 
@@ -219,31 +222,70 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     if (step := bucket.address(folder)) is not None:
         with bucket.explained_reads(step):
             return _load(bucket.database(step), wanted, 512 << 20)
-    stored = database(folder / ARRAYS) | {
-        "cache_pool": "cache_pool#index",
-        "context": {"cache_pool#index": {"total_bytes_limit": 100_000_000}},
+    stored = database(folder / ARRAYS) | {"cache_pool": INDEX}
+    return read_specs(folder, _zarr3(stored, wanted), wanted)
+
+
+def _zarr3(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns TensorStore's specs of arrays of a database, by name."""
+    return {
+        name: {"driver": "zarr3", "kvstore": {**stored, "path": f"{name}/"}}
+        for name in names
     }
+
+
+def read_specs(
+    folder: Path, specs: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Reads arrays of a folder like ``load``, by TensorStore's specs of them."""
+    with _told(folder):
+        opened = _open(specs, tensorstore.Context(_CONTEXT))
+        return _load_opened(opened, wanted, 128 << 20)
+
+
+def open_specs(folder: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
+    """Opens arrays of a folder by TensorStore's specs of them, for a look.
+
+    Raises:
+      UserError: An array is missing, or its metadata is damaged.
+    """
+    with _told(folder):
+        opened = _open(specs, tensorstore.Context(_CONTEXT))
+        return {name: array.result() for name, array in opened.items()}
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Raises UserError for errors of TensorStore."""
     try:
-        return _load(stored, wanted, 128 << 20)
-    except ValueError as error:  # of TensorStore, for metadata that is no array's
+        yield
+    except ValueError as error:  # for metadata that is no array's
         reason = str(error).splitlines()[0]
         raise UserError(f"checkpoint {folder} is damaged: {reason}") from error
+
+
+def _open(specs: Mapping[str, Any], context: Any) -> dict[str, Any]:
+    """Starts to open arrays, which share a context."""
+    return {
+        name: tensorstore.open(
+            spec, read=True, context=context, recheck_cached_metadata=False
+        )
+        for name, spec in specs.items()
+    }
 
 
 def _load(
     stored: dict[str, Any], wanted: Mapping[str, Any], at_once: int
 ) -> dict[str, jax.Array]:
-    """Reads arrays of a database, some bytes at a time, each shard once."""
+    """Reads arrays of a database, whose spec has its context."""
     context = tensorstore.Context(stored.pop("context"))  # all share one
-    opened = {
-        name: tensorstore.open(
-            {"driver": "zarr3", "kvstore": stored | {"path": f"{name}/"}},
-            read=True,
-            context=context,
-            recheck_cached_metadata=False,
-        )
-        for name in wanted
-    }
+    return _load_opened(_open(_zarr3(stored, wanted), context), wanted, at_once)
+
+
+def _load_opened(
+    opened: Mapping[str, Any], wanted: Mapping[str, Any], at_once: int
+) -> dict[str, jax.Array]:
+    """Reads arrays that are being opened, some bytes at a time, each shard once."""
     reads: collections.deque[tuple[str, _Reads]] = collections.deque()
     loaded: dict[str, jax.Array] = {}
 

@@ -90,8 +90,8 @@ DEFAULTS = {
     ),
     "checkpoint.restore": Knob(
         "",
-        "start from these parameters: a run's folder, a checkpoint, safetensors, or a "
-        "Hugging Face folder or name",
+        "start from these parameters: a run's folder, a checkpoint (Orbax's too), "
+        "safetensors, or a Hugging Face folder or name",
         kind=Path, bucket=True, hub="model",
     ),
     "checkpoint.restore_optimizer": Knob(

@@ -1,17 +1,30 @@
-"""The parameters of a pretrained model: from a checkpoint, or from safetensors."""
+"""The parameters of a pretrained model: from a checkpoint, or from safetensors.
+
+A checkpoint is jshard's, or one that another program wrote with Orbax.
+"""
 
 import dataclasses
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import nnx
 
 from jshard.checkpoint import frozen, metadata
+from jshard.checkpoint.orbax.folder import is_orbax, open_orbax
+from jshard.checkpoint.orbax.matching import OrbaxMatch, match
 from jshard.checkpoint.restore import find_step
+from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps
 from jshard.checkpoint.stored_arrays import check, load_parameters, match_parameters
+from jshard.cli.paths import check_path
 from jshard.errors import UserError
+from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_read import (
@@ -31,15 +44,17 @@ class ParameterSource:
     """What parameters are read from, as ``find_parameters`` found it.
 
     Attributes:
-      path: A verified step's folder, or safetensors.
+      path: A verified step's folder, a checkpoint of Orbax's, or safetensors.
       tensors: As for ``load_safetensors``.
       optimizer: Whether the optimizer state and the averages are read as well. If not,
         averages start from the parameters.
+      orbax: What is read from a checkpoint of Orbax's, which has no averages.
     """
 
     path: Path
     tensors: Mapping[str, FileTensor] | None = None
     optimizer: bool = False
+    orbax: OrbaxMatch | None = None
 
     @property
     def is_safetensors(self) -> bool:
@@ -78,6 +93,9 @@ def find_parameters(
                 "cannot have it, so remove the tensor"
             )
         return source
+    if is_orbax(path) and not find_steps(path / CHECKPOINTS):
+        found = match(open_orbax(path.absolute()), state, optimizer=optimizer)
+        return _of_orbax(found, optimizer)
     averages = optimizer and state.ema is not None
     if averages and jax.eval_shape(counts.updates, state.opt_state) is None:
         raise UserError(
@@ -121,7 +139,79 @@ def start_from(
     """
     state = initial_state(read_frozen(source, abstract).frozen)
     state = metadata.replace_arrays(state, _load(source, state, _BESIDE_FROZEN))
-    return state if source.optimizer else _start_averages(state)
+    has_averages = source.optimizer and source.orbax is None
+    return state if has_averages else _start_averages(state)
+
+
+def restore_orbax(
+    folder: str | Path,
+    fsdp: FSDP,
+    make_model: Callable[[nnx.Rngs], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    *,
+    wrt: Any = nnx.Param,
+    seed: int = 0,
+    step: int | None = None,
+    restore_optimizer: bool = True,
+    params_at: str | None = None,
+    optimizer_at: str | None = None,
+) -> TrainState:
+    """Goes on from a checkpoint that another program wrote with Orbax.
+
+    Arrays are found by their paths and read into the shards of any mesh. The parameters
+    are at the place in the checkpoint where the paths of all follow; so is the state of
+    the optimizer, an ``optax`` tree or that of an ``nnx.Optimizer``. Batch statistics
+    and random streams are read too, averages (``Policy.ema_decay``) start from the
+    parameters. What is not read is a warning.
+
+    Args:
+      folder: Of the checkpoint, or of a CheckpointManager.
+      fsdp: Shards the state.
+      make_model: As for ``fsdp.init``.
+      optimizer: The transformation that the checkpoint's was made with.
+      wrt: As for ``fsdp.init``.
+      seed: Of what the checkpoint lacks: adapters, random streams.
+      step: Which one, of a CheckpointManager's; None takes the newest.
+      restore_optimizer: Whether to read the optimizer's state, random streams and the
+        number of steps. If not, they start anew.
+      params_at: Keys with dots, such as "model", where several places fit.
+      optimizer_at: The same, of the optimizer's state.
+
+    Returns:
+      The state, with the checkpoint's number of steps: beside the optimizer's state, or
+      else in the folder's name.
+
+    Raises:
+      UserError: It is not Orbax's or not complete, or of another model or optimizer;
+        the message lists what is missing and what is unexpected.
+    """
+    check_path("restore_orbax: folder", folder)
+    path = Path(folder).expanduser().absolute()
+    if not is_orbax(path):
+        what = "holds no checkpoint of Orbax's" if path.exists() else "does not exist"
+        raise UserError(f"restore_orbax: {path} {what}")
+    abstract = fsdp.abstract_state(make_model, optimizer, wrt)
+    found = match(
+        open_orbax(path, step),
+        abstract,
+        optimizer=restore_optimizer,
+        params_at=params_at,
+        optimizer_at=optimizer_at,
+    )
+    logging.getLogger("jshard").info("%s: %s", found.checkpoint, found.said)
+    if found.left:
+        warnings.warn(f"{found.checkpoint}: not read: {found.left}", stacklevel=2)
+    state = start_from(
+        _of_orbax(found, restore_optimizer),
+        abstract,
+        lambda frozen: fsdp.init(make_model, optimizer, seed, wrt, frozen),
+    )
+    steps = np.int32(found.step or 0)
+    return dataclasses.replace(state, step=jax.device_put(steps, state.step.sharding))
+
+
+def _of_orbax(found: OrbaxMatch, optimizer: bool) -> ParameterSource:
+    return ParameterSource(found.checkpoint.path, optimizer=optimizer, orbax=found)
 
 
 def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
@@ -134,6 +224,8 @@ def _load(
 ) -> dict[str, jax.Array]:
     if source.is_safetensors:
         return load_safetensors(source.path, state, source.tensors, only=only)
+    if source.orbax is not None:
+        return source.orbax.load(state, only)
     return load_parameters(source.path, state, optimizer=source.optimizer, only=only)
 
 

@@ -26,11 +26,16 @@ def variables(module: nnx.Module) -> Iterator[tuple[tuple, nnx.Variable]]:
 
 def array_name(path: tuple) -> str:
     """Returns the name of an array in checkpoints, from its path in a state."""
-    parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return ".".join(array_keys(path))
+
+
+def array_keys(path: tuple) -> tuple[str, ...]:
+    """Returns the keys of a path in a state, without what only Flax puts there."""
+    keys = tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
     # A Flax variable is a node with one leaf, its value. It is in a mapping; a field of
     # that name of an optimizer's state (a line search's) is in something else.
     in_mapping = isinstance([None, *path][-2], jax.tree_util.DictKey)
-    return ".".join(parts[:-1] if parts[-1] == "value" and in_mapping else parts)
+    return keys[:-1] if keys[-1] == "value" and in_mapping else keys
 
 
 def set_attribute(module: nnx.Pytree, name: str, value: Any) -> None:

@@ -82,7 +82,7 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
             values = None
         if not isinstance(values, dict) or not isinstance(values.get("step"), int):
             raise UserError(
-                f"{path}, line {number}, is not a line of metrics: repair or remove it"
+                f"{path}, line {number}, is not a line of metrics: repair the file"
             )
         metrics.append(values)
     return metrics

@@ -39,7 +39,7 @@ def lock_folder(folder: Path) -> IO[str]:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise UserError(f"{folder / _FILE} is a link: remove it") from error
+        raise UserError(f"{folder / _FILE} is a link: give another folder") from error
     lock = os.fdopen(number, "r+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

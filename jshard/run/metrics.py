@@ -103,7 +103,9 @@ class RunFolder(AbstractContextManager):
         metrics = self.path / METRICS
         page = self.path / REPORT
         if page.is_dir():  # otherwise the run would fail at its end
-            raise UserError(f"{page} is a folder where the report should be: remove it")
+            raise UserError(
+                f"{page} is a folder where the report should be: give another --workdir"
+            )
         if resume_from is not None:
             lines = read_metrics(self.path) if lines is None else lines
             kept = [_json(line) + "\n" for line in lines if line["step"] <= resume_from]
@@ -114,7 +116,7 @@ class RunFolder(AbstractContextManager):
         elif metrics.exists() and metrics.stat().st_size:
             raise UserError(
                 f"--workdir={self.path} already holds a run, and no checkpoint "
-                "to resume it from: give another, or remove it"
+                "to resume it from: give another"
             )
         ids = self._notes.get(LOGGERS, {}) if resume_from else {}
         self._loggers = Loggers(self._given, self.path, ids, resume_from)

@@ -31,13 +31,11 @@ def read_config(workdir: Path) -> dict[str, Any]:
 def read_notes(workdir: Path) -> dict[str, Any]:
     """Reads the notes of the run in a folder; none if it has no file of them."""
     notes = workdir / NOTES
-    return read_object(notes, "repair or remove it") if notes.exists() else {}
+    return read_object(notes) if notes.exists() else {}
 
 
-def read_object(
-    path: Path, remedy: str = "repair it, or give another --workdir"
-) -> dict[str, Any]:
-    """Reads a JSON object; a UserError with a remedy if the file does not hold one."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object; a UserError if the file does not hold one."""
     try:
         value = read_json(path)
     except OSError as error:
@@ -45,7 +43,10 @@ def read_object(
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"cannot resume: {path} holds no JSON object: {remedy}")
+        raise UserError(
+            f"cannot resume: {path} holds no JSON object: repair it, or give another "
+            "--workdir"
+        )
     return value
 
 

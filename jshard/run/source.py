@@ -73,10 +73,13 @@ class Source:
         read = [path for path in (self.frozen_from, self.adapters) if path]
         found = " and ".join(shown(x) if isinstance(x, Path) else x for x in read)
         text = f"starting from the parameters of {found}" if found else ""
+        orbax = self.parameters and self.parameters.orbax
+        if orbax:
+            text += f" ({orbax.note})"
         if self.parameters is not None and self.parameters.optimizer:
             made = jax.jit(counts.updates)(state.opt_state)
             after = "" if made is None else f" after {made} updates"
-            averages = "" if state.ema is None else " and averages"
+            averages = "" if state.ema is None or orbax else " and averages"
             text += f", and from its optimizer{after}: schedules{averages} go on"
         return text
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from jshard.checkpoint.frozen import source_of
 from jshard.checkpoint.local import Found, LocalCopies
+from jshard.checkpoint.orbax.folder import check_not_orbax
 from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config
@@ -112,6 +113,7 @@ def find_start(
         return ""
 
     try:
+        check_not_orbax(folder)
         found, known, numbers = Found(), "", []
         if copies is not None:
             told = ""

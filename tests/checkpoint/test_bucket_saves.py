@@ -69,6 +69,13 @@ def test_a_step_whose_files_cannot_be_written_is_not_named(
     monkeypatch.undo()
 
 
+def test_what_another_program_keeps_beside_the_steps_is_not_deleted(there, tmp_path):
+    for path in ("ckpt-8/_METADATA", "8-best/_METADATA", "8-0123abcd/left"):
+        there.write(path, b"{}")
+    Written(there, tmp_path)
+    assert {*there.paths()} == {"ckpt-8/_METADATA", "8-best/_METADATA", "steps.json"}
+
+
 def test_a_step_leaves_the_list_before_its_objects(there, tmp_path, monkeypatch):
     written = Written(there, tmp_path)
     written.save(1)
@@ -211,9 +218,9 @@ def test_the_list_is_sorted_and_every_write_of_it_is_another(there, monkeypatch)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[", "is damaged: restore or remove it"),
-        ("[]", "is damaged: restore or remove it"),
-        ('{"format": 1, "owner": "x", "steps": []}', "is damaged: restore or remove"),
+        ("[", "is damaged: restore it"),
+        ("[]", "is damaged: restore it"),
+        ('{"format": 1, "owner": "x", "steps": []}', "is damaged: restore it"),
         ('{"format": 1, "owner": "x", "steps": {"1": "2-ab"}}', "names no folders"),
         ('{"format": 1, "owner": "x", "steps": {"1": 3}}', "names no folders"),
         ('{"format": 2, "owner": "x", "steps": {}}', "newer jshard: upgrade jshard"),

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from flax import nnx
@@ -380,3 +381,29 @@ def test_two_checkpointers_of_two_processes_save_at_a_time(pair, tmp_path):
     assert pair.call(save_to_two, tmp_path / "a", tmp_path / "b") == [[""] * 3] * 2
     assert find_steps(tmp_path / "a") == [1]
     assert find_steps(tmp_path / "b") == [1, 2]
+
+
+def restore_from_orbax(folder: Path, kernel: np.ndarray) -> tuple[int, int]:
+    """The step, and how many shards of the kernel and its average are right here."""
+    make = lambda rngs: nnx.Linear(3, 5, rngs=rngs)
+    with warnings.catch_warnings(action="ignore"):  # of a model without units
+        state = jshard.restore_orbax(folder, make_fsdp(), make, optax.sgd(0.1))
+    assert state.ema is not None
+    right = 0
+    for params in (state.params, state.ema):
+        (array,) = jax.tree.leaves(params["kernel"])
+        padding = [(0, n - m) for n, m in zip(array.shape, kernel.shape, strict=True)]
+        whole = np.pad(kernel, padding)
+        for shard in array.addressable_shards:
+            right += np.array_equal(shard.data, whole[shard.index])
+    return int(state.step), right
+
+
+def test_two_processes_go_on_from_the_newest_step_of_orbaxs(pair, tmp_path):
+    kernel = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        for step in (4, 8):
+            tree = {"kernel": kernel * step, "bias": np.zeros(5, np.float32)}
+            manager.save(step, args=ocp.args.StandardSave(tree))
+    told = pair.call(restore_from_orbax, tmp_path / "steps", kernel * 8)
+    assert told == [(8, 8), (8, 8)]

@@ -276,7 +276,9 @@ def test_a_line_that_is_none_of_metrics_is_an_error_that_changes_nothing(run, co
 def test_notes_that_are_no_json_are_an_error_that_changes_nothing(run, config):
     (run / "notes.json").write_text("[")
     before = contents(run)
-    with pytest.raises(UserError, match=r"notes\.json holds no JSON.* remove it"):
+    with pytest.raises(
+        UserError, match=r"notes\.json holds no JSON.* give another --workdir"
+    ):
         RunFolder(run, config, resume_from=4)
     assert contents(run) == before
 
@@ -342,7 +344,7 @@ def test_a_lock_that_is_a_link_is_not_followed(run, config, tmp_path):
     (tmp_path / "precious").write_text("precious")
     (run / ".lock").unlink(missing_ok=True)
     (run / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match=r"\.lock is a link: remove it"):
+    with pytest.raises(UserError, match=r"\.lock is a link: give another"):
         lock_folder(run)
     assert (tmp_path / "precious").read_text() == "precious"
 

@@ -8,6 +8,7 @@ The small files of each complete step are kept in a local folder as well (``mirr
 """
 
 import logging
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ from jshard.checkpoint.buckets.objects import BucketError, Objects
 from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.disk_saves import Expired, write_texts
 from jshard.checkpoint.participants import Participants, on_first
+
+_OURS = re.compile(r"\d+-[0-9a-f]{8}")  # how an attempt is called; all else is others'
 
 
 class BucketSaves:
@@ -50,7 +53,8 @@ class BucketSaves:
         self.refresh()
         found = {path.partition("/")[0] for path in self._objects.paths()}
         complete = self._list.names.values()
-        self._delete({name for name in found if "-" in name} - {*complete})
+        ours = {name for name in found if _OURS.fullmatch(name)}
+        self._delete(ours - {*complete})
 
     def refresh(self) -> None:
         """Copies the small files of steps that this process has not seen yet."""

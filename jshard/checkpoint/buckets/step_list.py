@@ -42,7 +42,9 @@ def _read(objects: Objects) -> tuple[Names, str, bytes]:
     except UserError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{where} is damaged: restore or remove it") from error
+        raise UserError(
+            f"{where} is damaged: restore it, or give another URL"
+        ) from error
     if not all(re.fullmatch(rf"{s}-[0-9a-f]+", str(n)) for s, n in names.items()):
         raise UserError(f"{where} is damaged: it names no folders of steps")
     return names, str(owner), generation
