@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-import jshard
+import jshard.testing
 from filled import filled
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -33,6 +33,8 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
+    splits_sequences = True
+
     def __init__(self, rngs: nnx.Rngs):
         self.blocks = nnx.List([Block(rngs) for _ in range(2)])
 
@@ -111,14 +113,14 @@ def model(kind: Any = Model) -> Any:
 
 
 def losses(
-    mesh: dict[str, int], kind: Any = Model, *, evaluate: bool = False, **policy: Any
+    mesh: dict[str, Any], kind: Any = Model, *, evaluate: bool = False, **policy: Any
 ) -> list[float]:
     """The losses of a sharded loop, and maybe that of an evaluation after it."""
     number = int(np.prod([*mesh.values()]))
     fsdp = jshard.FSDP(
         jshard.make_mesh(**mesh, devices=jax.devices()[:number]),
         jshard.Policy(min_shard_elements=0, **policy),
-        units=(Block,),
+        units=(Block,) if kind is Model else (),
     )
     state, step = fsdp.from_model(model(kind), TX), fsdp.train_step(loss_fn, TX, SEED)
     found = []
@@ -138,7 +140,6 @@ def losses(
         pytest.param({"fsdp": 1}, {"accumulate": 4}, marks=pytest.mark.slow),
         pytest.param({"fsdp": 8}, {"reshard_root": True}, marks=pytest.mark.slow),
         pytest.param({"fsdp": 2, "context": 2}, {}, marks=pytest.mark.slow),
-        pytest.param({"fsdp": 2, "expert": 2}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_what_rngs_draw_is_that_of_a_plain_loop_on_any_mesh(mesh, policy):
@@ -153,6 +154,12 @@ def test_what_rngs_draw_around_a_stack_is_the_same_in_stages_and_in_evaluation()
     for mesh in ({"pipe": 2, "fsdp": 1}, {"pipe": 2, "fsdp": 2, "replica": 2}):
         found = losses(mesh, Stacked, evaluate=True, accumulate=2)
         np.testing.assert_allclose(found, want, rtol=1e-9)
+
+
+@pytest.mark.slow
+def test_check_step_gives_a_loss_rngs_on_one_device_too():
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), units=(Block,))
+    jshard.testing.check_step(fsdp, Model, loss_fn, X, tolerance=1e-9)
 
 
 def refused(loss: Any, devices: int = 2, make: Any = Model, **policy: Any) -> str:
@@ -200,10 +207,16 @@ def test_habits_from_other_programs_are_refused_in_a_line_that_says_what_to_writ
 
 
 def test_a_key_of_all_micro_batches_draws_for_no_examples():
-    def loss(model: Any, batch: Any) -> Any:
+    def of_a_key(model: Any, batch: Any) -> Any:
         return of_output(jax.random.normal(batch["key"], batch["x"].shape) * batch["x"])
 
-    assert "the same in all micro-batches" in refused(loss, 1, accumulate=2)
+    def of_its_parts(model: Any, batch: Any) -> Any:
+        noise = jax.vmap(lambda key, x: jax.random.normal(key, x.shape))
+        keys = jax.random.split(batch["key"], len(batch["x"]))
+        return of_output(noise(keys, batch["x"]) * batch["x"])
+
+    assert "the same in all micro-batches" in refused(of_a_key, 1, accumulate=2)
+    assert "the same on all devices" in refused(of_its_parts)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +243,9 @@ def test_the_model_of_a_state_is_in_the_mode_that_is_asked_for():
     state = fsdp.from_model(model(), TX)
     modes = {None: False, False: True, True: False}
     for train, want in modes.items():
-        (block, _) = fsdp.model(state, train=train).blocks
-        assert block.dropout.deterministic is want
+        made: Any = fsdp.model(state, train=train)
+        assert made.blocks[0].dropout.deterministic is want
     frozen = filled(lambda: Model(nnx.Rngs(0)))
     frozen.eval()
-    (block, _) = fsdp.model(fsdp.from_model(frozen, TX)).blocks
-    assert block.dropout.deterministic
+    made: Any = fsdp.model(fsdp.from_model(frozen, TX))
+    assert made.blocks[0].dropout.deterministic

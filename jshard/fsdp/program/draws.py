@@ -14,9 +14,11 @@ from jshard.compat import jaxprs
 from jshard.compat.programs import lines
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes, shared_axes
+from jshard.fsdp.program.example_keys import is_of_examples, key_of_examples
 from jshard.fsdp.scopes import TENSOR_PARALLEL
-from jshard.nn.example_keys import is_of_examples, key_of_examples
 from jshard.unit.dataflow import dependencies
+
+_DRAWS = ("random_bits", "random_gamma")
 
 
 def with_rngs(fn: Callable, batch: Any, seed: int, step: jax.Array) -> tuple:
@@ -72,6 +74,8 @@ def check_draws(jaxpr: core.Jaxpr, arrays: Any, inputs: tuple, accumulate: int) 
         same on all devices or in all micro-batches; or a key of ``rngs`` draws what is
         neither of that shape nor shared by all examples.
     """
+    if not jaxprs.find(jaxpr.eqns, _DRAWS):
+        return
     axes = {*manual_axes()} - {*shared_axes()}
     batch, *index = inputs
     examples = _examples(batch)
@@ -89,7 +93,7 @@ def check_draws(jaxpr: core.Jaxpr, arrays: Any, inputs: tuple, accumulate: int) 
         return [devices] if here else None
 
     def check(eqn: Any, entering: list[int]) -> list[int] | None:
-        if eqn.primitive.name not in ("random_bits", "random_gamma"):
+        if eqn.primitive.name not in _DRAWS:
             return rule(eqn, entering)
         if is_of_examples(eqn.invars[0].aval.dtype):
             _check_draw_of_rngs(eqn, jaxpr, examples)
@@ -102,8 +106,8 @@ def check_draws(jaxpr: core.Jaxpr, arrays: Any, inputs: tuple, accumulate: int) 
 
 
 def _check_same_draw(eqn: Any, jaxpr: core.Jaxpr, examples: int, where: str) -> None:
-    key, result = eqn.invars[0].aval, eqn.outvars[0].aval
-    if key.ndim or result.shape[:1] != (examples,):
+    result = eqn.outvars[0].aval
+    if result.shape[:1] != (examples,):
         return
     raise UserError(
         f"{lines.line_of(eqn, jaxpr.eqns)}: random numbers of {list(result.shape)} are "

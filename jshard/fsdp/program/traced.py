@@ -164,7 +164,7 @@ def differing(
     axes = [axis for axis in manual_axes() if lax.axis_size(axis) > 1]
     if axes or layout.policy.accumulate > 1:
         check_keys(jaxpr, arrays)
-        check_draws(jaxpr, arrays, inputs, layout.policy.accumulate)
+    check_draws(jaxpr, arrays, inputs, layout.policy.accumulate)
     bits = {axis: 1 << i for i, axis in enumerate(axes)}
 
     def over(names: Iterable[Any]) -> int:

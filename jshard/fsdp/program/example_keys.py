@@ -75,16 +75,13 @@ def _kind(examples: int, parts: int) -> Any:
         bits = functools.partial(jax.random.bits, dtype=f"uint{bit_width}")
         if shape[:1] != (examples,):
             return bits(base(data), shape)
-        row = shape[1:]
-        split_here = parts > 1 and len(row) > 0
-        if split_here:  # rows of whole sequences, of which the device has a part
-            row = (row[0] * parts, *row[1:])
         keys = jax.vmap(jax.random.fold_in, (None, 0))(base(data), data[3:])
+        if parts == 1 or len(shape) == 1:
+            return jax.vmap(lambda key: bits(key, shape[1:]))(keys)
+        # Rows of whole sequences, of which the device has a part.
+        row, start = (shape[1] * parts, *shape[2:]), data[2].astype(jnp.int32)
         rows = jax.vmap(lambda key: bits(key, row))(keys)
-        if split_here:
-            start = data[2].astype(jnp.int32) * shape[1]
-            rows = lax.dynamic_slice_in_dim(rows, start, shape[1], axis=1)
-        return rows
+        return lax.dynamic_slice_in_dim(rows, start * shape[1], shape[1], axis=1)
 
     def seed(number: jax.Array) -> jax.Array:
         raise NotImplementedError("key_of_examples makes such keys from others")
