@@ -21,7 +21,7 @@ MOST_LINES = {
     "checkpoint": 6500,
     "generation": 1214,
     "start-up note": 444,
-    "fsdp": 2719,
+    "fsdp": 2718,
     "nn": 1992,
     "optim": 1638,
     "unit": 3644,

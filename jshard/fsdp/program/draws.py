@@ -14,7 +14,11 @@ from jshard.compat import jaxprs
 from jshard.compat.programs import lines
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes, shared_axes
-from jshard.fsdp.program.example_keys import is_of_examples, key_of_examples
+from jshard.fsdp.program.example_keys import (
+    THREEFRY,
+    is_of_examples,
+    key_of_examples,
+)
 from jshard.fsdp.scopes import TENSOR_PARALLEL
 from jshard.unit.dataflow import dependencies
 
@@ -48,7 +52,8 @@ def with_rngs(fn: Callable, batch: Any, seed: int, step: jax.Array) -> tuple:
         key = key_of_examples(key, _examples(batch))
         return fn(model, batch, rngs=nnx.Rngs(key))
 
-    return run, (batch, jax.random.fold_in(jax.random.key(seed), step))
+    key = jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), step)
+    return run, (batch, key)
 
 
 def _takes_rngs(fn: Callable) -> bool:

@@ -13,6 +13,7 @@ from jshard.fsdp.mesh import context_size, sequence_axes
 from jshard.nn.dropout import in_batch
 
 _NAME = "examples"
+THREEFRY = "threefry2x32"  # the kind of the keys beneath, whose rows vmap leaves alike
 
 
 def key_of_examples(key: jax.Array, examples: int) -> jax.Array:
@@ -25,7 +26,7 @@ def key_of_examples(key: jax.Array, examples: int) -> jax.Array:
     of (1, ...) if there are more examples, is the same on all devices.
 
     Args:
-      key: a typed key, the same on all devices.
+      key: a typed key of THREEFRY, the same on all devices.
       examples: how many of the micro-batch's examples the device has.
     """
     index, number = current_microbatch()
@@ -33,7 +34,7 @@ def key_of_examples(key: jax.Array, examples: int) -> jax.Array:
     own = first + jnp.arange(examples, dtype=jnp.uint32)
     axes = sequence_axes()
     part = jnp.asarray(lax.axis_index(axes) if axes else 0, jnp.uint32)
-    words = [_words(key), part[None], in_batch(own, number * examples)]
+    words = [jax.random.key_data(key), part[None], in_batch(own, number * examples)]
     kind = _kind(examples, context_size())
     return jax.random.wrap_key_data(jnp.concatenate(words), impl=kind)
 
@@ -41,13 +42,6 @@ def key_of_examples(key: jax.Array, examples: int) -> jax.Array:
 def is_of_examples(dtype: Any) -> bool:
     """Returns whether keys of a dtype are those of ``key_of_examples``."""
     return str(dtype) == f"key<{_NAME}>"
-
-
-def _words(key: jax.Array) -> jax.Array:
-    """Returns the two words of a key of JAX's default kind; makes them of another."""
-    if str(jax.random.key_impl(key)) == "threefry2x32":
-        return jax.random.key_data(key)
-    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 @functools.cache
@@ -59,7 +53,7 @@ def _kind(examples: int, parts: int) -> Any:
     """
 
     def base(data: jax.Array) -> jax.Array:
-        return jax.random.wrap_key_data(data[:2], impl="threefry2x32")
+        return jax.random.wrap_key_data(data[:2], impl=THREEFRY)
 
     def with_base(data: jax.Array, bases: jax.Array) -> jax.Array:
         rest = jnp.broadcast_to(data[2:], (*bases.shape, len(data) - 2))
