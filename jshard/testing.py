@@ -13,6 +13,7 @@ from flax import nnx
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import make_mesh
 from jshard.fsdp.policy import Policy
+from jshard.fsdp.program.draws import with_rngs
 from jshard.fsdp.step import decide_for_training
 from jshard.nn.loss import as_loss
 
@@ -24,7 +25,7 @@ _SMALLEST = 1e-2
 def check_step(
     fsdp: FSDP,
     make_model: Callable[[nnx.Rngs], nnx.Module],
-    loss_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable[..., Any],
     batch: Any,
     *,
     seed: int = 0,
@@ -110,6 +111,7 @@ def _of_jax(
     decide_for_training(model)
     graphdef, params, rest = nnx.split(model, wrt, ...)
     batch = alone.shard_batch(batch)
+    loss_fn, batch = with_rngs(loss_fn, batch, 0, state.step)
 
     @jax.jit
     @jax.value_and_grad

@@ -75,12 +75,9 @@ class FSDP:
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
         paths = tuple(self.tensor_splits)
         self._build = functools.partial(step.build, self.units, paths)
-        self.compiler_options = xla_options.compiler_options(
-            platform(mesh),
-            mesh.size,
-            compiler_options,
-            float8=self.policy.multiplies_in_float8(),
-        )
+        float8 = self.policy.multiplies_in_float8()
+        options = platform(mesh), mesh.size, compiler_options
+        self.compiler_options = xla_options.compiler_options(*options, float8=float8)
 
     # States.
 
@@ -153,8 +150,8 @@ class FSDP:
             params = jax.tree.map(on_device, params)
             return first_fields(self.policy, self.mesh, tx, params, step)
 
-        put = transfer.put_state
-        arrays = ModelArrays(*(put(values, part) for part in abstract.model_arrays))
+        put = functools.partial(transfer.put_state, values)
+        arrays = ModelArrays(*map(put, abstract.model_arrays))
         fields = ("step", "opt_state", "ema", "loss_scale")
         inputs = (jnp.zeros((), jnp.int32), arrays.params)
         rest = {name: getattr(abstract, name) for name in fields}
@@ -178,8 +175,9 @@ class FSDP:
 
     def train_step(
         self,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
+        seed: int = 0,
     ) -> Step[tuple[TrainState, dict[str, jax.Array]]]:
         """Returns the jitted step ``state, metrics = train_step(state, batch)``.
 
@@ -188,27 +186,30 @@ class FSDP:
 
         Args:
           loss_fn: ``loss_fn(model, batch)``, called with one device's examples, returns
-            a ``Mean``, a weighted sum of Means, or ``(that, {"name": Mean})``.
+            a ``Mean``, a weighted sum of Means, or ``(that, {"name": Mean})``. An
+            argument ``rngs`` gets ``nnx.Rngs`` that do not depend on the mesh.
           optimizer: the transformation that the state was made with. One that takes
             more than gradients (``optax.contrib.reduce_on_plateau``) is given
             ``value=``, the loss.
+          seed: of ``rngs``, which are new in each step.
 
         Raises:
           UserError: not a transformation; or (when called) examples do not divide, the
             loss is not made of Means, the state was made with other ones or donated.
         """
         given.check_optimizer(optimizer)
-        return self._jit(step.train_step, loss_fn, optimizer, donate_argnums=0)
+        return self._jit(step.train_step, loss_fn, seed, optimizer, donate_argnums=0)
 
-    def eval_step(self, loss_fn: Callable[[Any, Any], Any]) -> Step[Means]:
+    def eval_step(self, loss_fn: Callable[..., Any], seed: int = 0) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
 
-        Results of batches can be added: ``(a + b).compute()`` is a dict of floats.
+        Results of batches can be added: ``(a + b).compute()`` is a dict of floats. An
+        argument ``rngs`` of ``loss_fn`` is as in ``train_step``.
         """
-        return self._jit(step.eval_step, loss_fn)
+        return self._jit(step.eval_step, loss_fn, seed)
 
     def predict_step(
-        self, fn: Callable[[Any, Any], Any], *, donate_batch: bool = False
+        self, fn: Callable[..., Any], *, donate_batch: bool = False
     ) -> Step[Any]:
         """Returns the jitted ``outputs = predict_step(state, batch)``, in eval mode.
 
@@ -219,14 +220,12 @@ class FSDP:
           donate_batch: whether outputs take the memory of the batch.
         """
         donated = 1 if donate_batch else ()
-        return self._jit(step.predict_step, fn, donate_argnums=donated)
+        return self._jit(step.predict_step, fn, 0, donate_argnums=donated)
 
-    def _jit(self, fn: Callable, *args: Any, **options: Any) -> Step[Any]:
+    def _jit(self, fn: Any, own: Any, seed: int, *args: Any, **options: Any) -> Step:
         """Jits a function of ``jshard.fsdp.step``, for a state and a batch."""
-
-        def run(state: TrainState, batch: Any) -> Any:
-            return fn(self._layout, self._build, *args, state, batch)
-
+        args = self._layout, self._build, own, int(given.checked_seed(seed)), *args
+        run: Any = functools.partial(fn, *args)
         run.__name__ = fn.__name__  # that of the program
         options["compiler_options"] = self.compiler_options or None
         jitted = jax.jit(self._in_order(run), **options)
@@ -273,18 +272,20 @@ class FSDP:
         """
         return split_batch(local_batch, self.mesh, whole=True)
 
-    def model(self, state: TrainState) -> nnx.Module:
+    def model(self, state: TrainState, train: bool | None = None) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays.
 
         What is padded in the state (shards do not divide it) is whole on each device,
-        and what is in 4 bits is decoded.
+        and what is in 4 bits is decoded. Modules are in eval mode if ``train`` is False
+        and in train mode if True; by default as they were made, often to train.
 
         Raises:
           UserError: the state was donated to a train step.
         """
         check_kept(state)
         arrays = transfer.as_read(state.model_arrays, self.mesh)
-        return of_one_device(nnx.merge(state.graphdef, *arrays, copy=True))
+        model = of_one_device(nnx.merge(state.graphdef, *arrays, copy=True))
+        return given.in_mode(model, train)
 
     def to_optimizer(
         self,

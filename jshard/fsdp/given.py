@@ -129,6 +129,13 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
     return merge, values
 
 
+def in_mode(model: nnx.Module, train: bool | None) -> nnx.Module:
+    """Puts a model in train or eval mode, or if None, leaves all modes."""
+    if train is not None:
+        model.train() if train else model.eval()
+    return model
+
+
 def _expose_parameters(model: nnx.Module) -> list[Callable[[], None]]:
     """Makes Flax see all parameters; returns functions that undo it.
 

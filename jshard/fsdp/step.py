@@ -30,6 +30,7 @@ from jshard.fsdp.mesh import (
     stages_of,
 )
 from jshard.fsdp.precision import at_least_float32
+from jshard.fsdp.program.draws import with_rngs
 from jshard.fsdp.program.refusals import check_means
 from jshard.fsdp.program.told import say_what_is_written, tell_of_reads, written
 from jshard.fsdp.program.traced import differing, once_checked, tracing
@@ -106,7 +107,8 @@ def decide_for_training(model: nnx.Module) -> None:
 def train_step(
     layout_of: LayoutOf,
     build: Build,
-    loss_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable,
+    seed: int,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Any,
@@ -116,6 +118,7 @@ def train_step(
     policy, mesh = layout.policy, layout.mesh
     check_batch(batch, mesh, accumulate=policy.accumulate)
     check_state(state, policy, optimizer)
+    loss_fn, batch = with_rngs(loss_fn, batch, seed, state.step)
     model_of = functools.partial(build, state.graphdef, training=True)
     of_root = root_as_unit(loss_fn, policy.reshard_root)
     local = functools.partial(train, model_of, of_root, layout)
@@ -133,13 +136,15 @@ def train_step(
 def eval_step(
     layout_of: LayoutOf,
     build: Build,
-    loss_fn: Callable[[Any, Any], Any],
+    loss_fn: Callable,
+    seed: int,
     state: TrainState,
     batch: Any,
 ) -> Means:
     """Returns the Means of ``loss_fn``, with global totals and counts."""
     layout = layout_of(state)
     check_batch(batch, layout.mesh)
+    loss_fn, batch = with_rngs(loss_fn, batch, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):
@@ -164,13 +169,15 @@ def eval_step(
 def predict_step(
     layout_of: LayoutOf,
     build: Build,
-    fn: Callable[[Any, Any], Any],
+    fn: Callable,
+    seed: int,
     state: TrainState,
     batch: Any,
 ) -> Any:
     """Returns ``fn(model, batch)`` of the global batch."""
     layout = layout_of(state).whole()
     check_batch(batch, layout.mesh, whole=True)
+    fn, batch = with_rngs(fn, batch, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):

@@ -11,7 +11,13 @@ from jax import lax
 
 from jshard.collectives.microbatch import current_microbatch
 from jshard.errors import UserError
-from jshard.fsdp.mesh import context_size, manual_axes, sequence_axes, shared_axes
+from jshard.fsdp.mesh import (
+    OUTSIDE_IN,
+    context_size,
+    manual_axes,
+    sequence_axes,
+    shared_axes,
+)
 from jshard.layout.variables import is_variable
 from jshard.parallel.tensor import within_tensor_parallel
 from jshard.pipe.in_stages import stages_here
@@ -70,7 +76,7 @@ class Dropout(nnx.Module):
         index, number = current_microbatch()
         first = jnp.asarray(index * x.shape[0], jnp.uint32)
         own = first + jnp.arange(x.shape[0], dtype=jnp.uint32)
-        examples = _in_batch(own, number * x.shape[0])
+        examples = in_batch(own, number * x.shape[0])
 
         parts = context_size() if x.ndim > 1 else 1
         shape = (x.shape[1] * parts, *x.shape[2:]) if parts > 1 else x.shape[1:]
@@ -89,13 +95,14 @@ def _index(axes: tuple[str, ...]) -> jax.Array | int:
     return lax.axis_index(axes) if axes else 0
 
 
-def _in_batch(own: jax.Array, size: int) -> jax.Array:
+def in_batch(own: jax.Array, size: int) -> jax.Array:
     """Returns the indices in the global batch of some of a device's ``size`` examples.
 
     A stage of a pipeline has the examples of one device of each stage.
     """
     stages, shared = stages_here(), shared_axes()
-    axes = tuple(axis for axis in manual_axes() if axis not in shared)
+    own_axes = {*manual_axes()} - {*shared}
+    axes = tuple(axis for axis in OUTSIDE_IN if axis in own_axes)  # as batches are cut
     if stages == 1:
         return jnp.asarray(_index(axes) * size, jnp.uint32) + own
     size //= stages

@@ -86,7 +86,7 @@ def make_job(
         mesh, policy, units=units, tensor_splits=splits, compiler_options=options
     )
     optimizer = contract.make_optimizer(recipe.make_optimizer, config)
-    train_step = fsdp.train_step(recipe.loss_fn, optimizer)
+    train_step = fsdp.train_step(recipe.loss_fn, optimizer, config.seed)
     make_model = partial(recipe.make_model, config)
     trainable = contract.trainable(recipe.trainable, config)
     return Job(recipe, config, fsdp, optimizer, make_model, trainable, train_step)

@@ -45,8 +45,11 @@ def check_signature(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have none
         return
+    given = {}
+    if arguments == ("model", "batch") and "rngs" in signature.parameters:
+        given["rngs"] = "rngs"  # which steps fill
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **given)
     except TypeError as error:
         raise UserError(
             f"{name}{signature} is called as {name}({', '.join(arguments)}): {error}"

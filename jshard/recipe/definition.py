@@ -33,8 +33,8 @@ class Recipe:
         `ConfigDict` of every number and name.
       make_model: `make_model(config, rngs)` returns a Flax NNX model.
       make_optimizer: `make_optimizer(config)` returns an optax transformation.
-      loss_fn: `loss_fn(model, batch)` returns a `jshard.Mean`, or whatever else
-        `FSDP.train_step` accepts.
+      loss_fn: `loss_fn(model, batch)`, maybe with `rngs`, returns a `Mean`, or whatever
+        else `FSDP.train_step` accepts.
       make_data: `make_data(config, split)` returns a `grain.MapDataset` of dicts of
         NumPy arrays, or whatever else `jshard.data.dataset.as_dataset` accepts;
         `split` is "train" or "validation".

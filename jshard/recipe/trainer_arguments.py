@@ -138,9 +138,9 @@ def _in_one_line(function: Callable[..., Any] | None, name: str) -> Any:
         return None
 
     @functools.wraps(function)
-    def checked(*args: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args)
+            return function(*args, **kwargs)
         except _MISTAKES as error:
             described = describe_user_error(error)
             if isinstance(error, UserError) or described is None:

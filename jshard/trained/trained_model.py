@@ -181,7 +181,7 @@ class TrainedModel:
             optimizer,
             functools.partial(recipe.make_model, config),
             contract.trainable(recipe.trainable, config),
-            fsdp.train_step(recipe.loss_fn, optimizer),
+            fsdp.train_step(recipe.loss_fn, optimizer, config.seed),
         )
 
     def _policy(self, whole: bool) -> Policy:

@@ -1,5 +1,6 @@
 """Predictions: a row for each example, in order, on any number of devices."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -30,11 +31,12 @@ def predict_inputs(model: Any, batch: Any) -> Any:
     return model(batch[0] if isinstance(batch, tuple) else batch)
 
 
-def checked(fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn`, with a UserError if it does not return a row for each example."""
 
-    def rows(model: Any, batch: Any) -> Any:
-        outputs, count = fn(model, batch), count_rows(batch)
+    @functools.wraps(fn)
+    def rows(model: Any, batch: Any, **rngs: Any) -> Any:
+        outputs, count = fn(model, batch, **rngs), count_rows(batch)
         for path, x in jax.tree_util.tree_leaves_with_path(outputs):
             if np.shape(x)[:1] != (count,):
                 raise UserError(

@@ -178,7 +178,7 @@ class Trainer:
 
     @property
     def model(self) -> nnx.Module:
-        """An ordinary module over the state's sharded arrays."""
+        """A module over the state's sharded arrays, in the modes it was made in."""
         return self.fsdp.model(self.state)
 
     @property

@@ -118,6 +118,8 @@ def test_the_site_is_short_enough_to_read():
         ("out of memory", "how_to/out_of_memory"),
         ("NamedSharding", "coming_from/jit"),
         ("pjit", "coming_from/jit"),
+        ("pmap", "coming_from/pmap"),
+        ("nnx.Dropout", "concepts/exactness"),
         ("GSPMD", "coming_from/jit"),
         ("nnx.Optimizer", "coming_from/nnx"),
         ("nnx.jit", "coming_from/nnx"),

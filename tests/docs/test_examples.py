@@ -95,6 +95,13 @@ def test_a_plan_of_70b(tmp_path):
     assert re.search(r"^  64 .* GiB +yes .*%", run.stdout, re.M)
 
 
+def test_the_readme_names_every_example():
+    folder = REPOSITORY / "examples"
+    named = set(re.findall(r"\]\(([\w.]+)\)", (folder / "README.md").read_text()))
+    there = {path.name for path in folder.iterdir() if path.is_file()}
+    assert named == there - {"README.md"}
+
+
 def test_what_tutorials_show_of_examples_is_in_them():
     parts = [
         part

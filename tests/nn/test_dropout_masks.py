@@ -74,7 +74,7 @@ def test_examples_in_stages_of_a_pipeline_have_their_place_in_the_batch():
 
     def local(own: jax.Array) -> jax.Array:
         with in_stages(3):
-            return dropout._in_batch(own, 6)[None]
+            return dropout.in_batch(own, 6)[None]
 
     spec = jax.sharding.PartitionSpec(("replica", "fsdp"))
     run = jax.shard_map(

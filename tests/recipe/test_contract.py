@@ -138,3 +138,7 @@ def test_signatures_that_can_be_called_pass():
         returns.check_signature(lambda *a, more=1: 0, name, arguments)
         returns.check_signature(functools.partial(max, 0), name, arguments)
         returns.check_signature(max, name, arguments)  # of C
+    for name in ("loss_fn", "predict_fn"):
+        returns.check_signature(
+            lambda model, batch, rngs: 0, name, returns.ARGUMENTS[name]
+        )

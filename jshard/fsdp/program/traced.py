@@ -23,6 +23,8 @@ from jshard.compat.jaxprs import (
 from jshard.compat.programs import lines
 from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes, sequence_axes
+from jshard.fsdp.program import mistakes
+from jshard.fsdp.program.draws import check_draws
 from jshard.fsdp.program.refusals import check_keys, check_names, check_shards
 from jshard.fsdp.scopes import BESIDE_TOKENS
 from jshard.fsdp.state import ModelArrays
@@ -40,17 +42,13 @@ def tracing() -> Iterator[list[tuple[str, str]]]:
     """Traces of a step's model and loss go within; yields what ``tell_of_reads`` takes.
 
     Raises:
-      UserError: a unit is differentiated in forward mode.
+      UserError: a unit is differentiated in forward mode, or as ``mistakes.say``.
     """
     try:
         with noting_reads() as reads:
             yield reads
-        return
-    except (NotImplementedError, TypeError) as error:
-        if not lines.is_of_forward_mode(error):
-            raise
-        line = lines.line_of_error(error)
-    refuse_forward_mode(line)
+    except mistakes.RAISED as error:
+        mistakes.say(error)
 
 
 def once_checked(
@@ -160,11 +158,13 @@ def differing(
     Raises:
       UserError: collectives run under a condition that may differ by device, a unit is
         differentiated in forward mode, ``tensor_parallel`` is given a table like its
-        tokens, or a random key in the model's state is an array of integers.
+        tokens, a random key in the model's state is an array of integers, or as
+        ``check_draws``.
     """
     axes = [axis for axis in manual_axes() if lax.axis_size(axis) > 1]
     if axes or layout.policy.accumulate > 1:
         check_keys(jaxpr, arrays)
+    check_draws(jaxpr, arrays, inputs, layout.policy.accumulate)
     bits = {axis: 1 << i for i, axis in enumerate(axes)}
 
     def over(names: Iterable[Any]) -> int:

@@ -77,7 +77,7 @@ def prepare_evaluation(
     fsdp, loss_fn, reader = run.job.fsdp, run.job.recipe.loss_fn, run.reader()
     steps = {} if steps is None else steps
     if loss_fn not in steps:
-        steps[loss_fn] = fsdp.eval_step(loss_fn)
+        steps[loss_fn] = fsdp.eval_step(loss_fn, run.config.seed)
     eval_step = steps[loss_fn]
     limit = run.config.eval_batches or None
 
