@@ -45,16 +45,17 @@ def size_of(folder: Path) -> float:
     return sum(x.stat().st_size for x in folder.rglob("*") if x.is_file()) / 1024
 
 
-def measure(workdir: Path, steps: int) -> list[tuple[float, ...]]:
-    """Trains; returns a row for each point."""
-    rows = []
+def measure(workdir: Path, steps: int) -> None:
+    """Trains, and prints a row at each point."""
+    print("| step | memory, MiB | open files | checkpoint, KiB | metrics.jsonl, KiB |")
 
     def at_checkpoint(trainer: Any, step: int, metrics: Any) -> None:
         if step % (steps // POINTS) == 0:
             files = len(os.listdir("/proc/self/fd"))
             saved = size_of(workdir / "checkpoints" / str(step))
             lines = (workdir / "metrics.jsonl").stat().st_size / 1024
-            rows.append((step, resident(), files, saved, lines))
+            row = (step, resident(), files, saved, lines)
+            print("|", " | ".join(f"{x:,.0f}" for x in row), "|", flush=True)
 
     jshard.Trainer(
         make_model=make_model,
@@ -72,7 +73,6 @@ def measure(workdir: Path, steps: int) -> list[tuple[float, ...]]:
         workdir=workdir,
         on_checkpoint=at_checkpoint,
     ).fit()
-    return rows
 
 
 def main() -> None:
@@ -82,13 +82,10 @@ def main() -> None:
     assert options.steps % SAVES == 0, f"--steps must be divisible by {SAVES}"
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(Path(folder) / "run", options.steps)
+        measure(Path(folder) / "run", options.steps)
     took = time.monotonic() - began
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     print(f"{took / 60:.1f} minutes on {device}, JAX {jax.__version__}")
-    print("| step | memory, MiB | open files | checkpoint, KiB | metrics.jsonl, KiB |")
-    for row in rows:
-        print("|", " | ".join(f"{x:,.0f}" for x in row), "|")
 
 
 if __name__ == "__main__":

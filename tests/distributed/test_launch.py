@@ -18,6 +18,7 @@ from jobs import (
     marked,
     write_recipe,
 )
+from jshard.distributed.shell_script import shell_script
 from launched import WORDS, launch
 from resumable import read_metrics
 
@@ -126,10 +127,14 @@ def test_a_second_signal_kills_and_a_killed_launcher_leaves_nothing(tmp_path):
                 assert job.wait(10) == 1
             else:
                 job.process.kill()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 15
             while marked(job.mark) and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert marked(job.mark) == []
+            if not twice:
+                err = job.err.read_text()
+                assert "the launcher is gone: process 0 saves and ends" in err
+                assert "saved; run the same command" in err
         (tmp_path / "run" / "metrics.jsonl").unlink()
 
 
@@ -270,6 +275,84 @@ def test_the_launcher_passes_signals_on(number, name, tmp_path, monkeypatch):
             signal.signal(n, handler)
     assert end.value.code == 75
     assert heard.read_text().split() == ["started"] * 2 + [name] * 2
+
+
+def listening(folder, monkeypatch):
+    """What two processes hear that are started in place of Python."""
+    heard, script = folder / "heard", folder / "python"
+    script.write_text(LISTENING.format(heard=heard))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return heard
+
+
+def wait_until(true):
+    deadline = time.monotonic() + 10
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert true()
+
+
+def test_a_process_whose_shell_is_killed_saves_and_ends_at_once_with_all(
+    tmp_path, monkeypatch, capsys
+):
+    heard = listening(tmp_path, monkeypatch)
+    words = ["--num_processes=2", "--", "--config=x"]
+    launcher = jshard.launch.Launcher(*jshard.launch.parse(words))
+
+    def kill() -> None:
+        wait_until(lambda: heard.exists() and heard.read_text().count("started") == 2)
+        launcher._processes[1].kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    since = time.monotonic()
+    assert launcher.run() == 1
+    assert time.monotonic() - since < 10  # not ENDING
+    said = "jshard: error: the shell of process 1 was ended by SIGKILL\n"
+    assert capsys.readouterr().err == said
+    wait_until(lambda: heard.read_text().split() == ["started"] * 2 + ["TERM"] * 2)
+
+
+def test_processes_whose_launcher_is_killed_save_and_end_at_once_and_say_so(
+    tmp_path, monkeypatch
+):
+    heard = listening(tmp_path, monkeypatch)
+    children = [
+        subprocess.Popen(
+            ["sh", "-c", shell_script([sys.executable], index, 5)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    wait_until(lambda: heard.exists() and heard.read_text().count("started") == 2)
+    for index, child in enumerate(children):
+        assert child.stdin is not None
+        child.stdin.close()  # as the launcher's end does
+        assert child.wait(5) == 75
+        said = f"jshard: the launcher is gone: process {index} saves and ends\n"
+        assert child.stderr is not None
+        assert child.stderr.read() == said
+        child.stderr.close()
+    assert heard.read_text().split() == ["started"] * 2 + ["TERM"] * 2
+
+
+def test_a_process_that_does_not_end_without_its_launcher_is_killed(tmp_path):
+    script = shell_script(["sh", "-c", "trap '' TERM; echo on; sleep 60"], 0, 1)
+    with subprocess.Popen(
+        ["sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"on\n"
+        child.stdin.close()
+        assert child.wait(10) == 128 + signal.SIGKILL
+        os.killpg(child.pid, signal.SIGKILL)  # the sleep
 
 
 def test_a_signal_between_two_tries_is_the_end(tmp_path, monkeypatch):
