@@ -170,6 +170,8 @@ class Launcher:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = False  # whether a signal asked the job to end
         self._demanded = False  # whether that was SIGTERM or Ctrl-C
+        self._starting = False  # whether not all processes are started yet
+        self._early: list[int] = []  # signals that came meanwhile
 
     def run(self) -> int:
         """Runs the job to its end, with restarts; returns its exit code."""
@@ -193,6 +195,9 @@ class Launcher:
         SIGHUP and SIGUSR1 are passed on. The second SIGTERM or SIGINT kills them.
         """
         self._asked = True
+        if self._starting:  # a process that is about to start would miss it
+            self._early.append(number)
+            return
         if number in (signal.SIGHUP, signal.SIGUSR1):
             leave_closed_terminal()
             self._send(signal.Signals(number).name.removeprefix("SIG"))
@@ -220,7 +225,7 @@ class Launcher:
 
     def _run_at(self, coordinator: str) -> int:
         hosts = [host for host in self._hosts or [""] for _ in range(self._each)]
-        self._processes = []
+        self._processes, self._starting = [], True
         for index, host in enumerate(hosts):
             words = [
                 *self._words,
@@ -232,6 +237,9 @@ class Launcher:
             if not self._options.port:
                 settings[cluster.ANY_PORT] = "1"
             self._processes.append(self._start(index, host, words, settings))
+        self._starting = False
+        while self._early:
+            self.stop(self._early.pop(0))
         deadline = float("inf")
         reported = False
         while any(process.poll() is None for process in self._processes):

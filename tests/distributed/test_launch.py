@@ -356,6 +356,26 @@ def test_a_process_that_does_not_end_without_its_launcher_is_killed(tmp_path):
         os.killpg(child.pid, signal.SIGKILL)  # the sleep
 
 
+def test_a_signal_while_processes_are_started_reaches_all_of_them(
+    tmp_path, monkeypatch
+):
+    heard = listening(tmp_path, monkeypatch)
+    words = ["--num_processes=2", "--", "--config=x"]
+    launcher = jshard.launch.Launcher(*jshard.launch.parse(words))
+    start = launcher._start
+
+    def start_slowly(*arguments):
+        process, number = start(*arguments), len(launcher._processes)
+        wait_until(lambda: heard.exists() and heard.read_text().count("\n") > number)
+        if number == 0:
+            launcher.stop()
+        return process
+
+    monkeypatch.setattr(launcher, "_start", start_slowly)
+    assert launcher.run() == 75
+    assert heard.read_text().split() == ["started"] * 2 + ["TERM"] * 2
+
+
 def test_a_signal_between_two_tries_is_the_end(tmp_path, monkeypatch):
     script = tmp_path / "rsh"
     script.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/started\nexit 1\n")
