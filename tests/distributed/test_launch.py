@@ -14,6 +14,7 @@ import pytest
 import jshard.launch
 from failures import STEPS, slowly
 from jobs import (
+    children,
     environment,
     marked,
     write_recipe,
@@ -136,6 +137,19 @@ def test_a_second_signal_kills_and_a_killed_launcher_leaves_nothing(tmp_path):
                 assert "the launcher is gone: process 0 saves and ends" in err
                 assert "saved; run the same command" in err
         (tmp_path / "run" / "metrics.jsonl").unlink()
+
+
+@pytest.mark.slow
+def test_a_job_whose_shell_is_killed_is_saved_and_started_again(whole, tmp_path):
+    write_recipe(tmp_path, slowly)
+    with launch(tmp_path, "--num_processes=2", "--max_restarts=1") as job:
+        job.wait_for_step(20)
+        os.kill(int(children(job.process.pid)[0]), signal.SIGKILL)
+        assert job.wait() == 0, job.err.read_text()
+    err = job.err.read_text()
+    assert "error: the shell of process 0 was ended by SIGKILL" in err
+    assert "the job failed: restart 1 of 1" in err
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
 
 
 @pytest.fixture
@@ -318,7 +332,7 @@ def test_processes_whose_launcher_is_killed_save_and_end_at_once_and_say_so(
     tmp_path, monkeypatch
 ):
     heard = listening(tmp_path, monkeypatch)
-    children = [
+    wrapped = [
         subprocess.Popen(
             ["sh", "-c", shell_script([sys.executable], index, 5)],
             stdin=subprocess.PIPE,
@@ -328,7 +342,7 @@ def test_processes_whose_launcher_is_killed_save_and_end_at_once_and_say_so(
         for index in range(2)
     ]
     wait_until(lambda: heard.exists() and heard.read_text().count("started") == 2)
-    for index, child in enumerate(children):
+    for index, child in enumerate(wrapped):
         assert child.stdin is not None
         child.stdin.close()  # as the launcher's end does
         assert child.wait(5) == 75
