@@ -31,6 +31,7 @@ from jshard.cli.paths import path_problem
 from jshard.cli.terminal import leave_closed_terminal, show
 from jshard.distributed import cluster
 from jshard.distributed.schedulers import LOCAL
+from jshard.distributed.shell_script import shell_script
 from jshard.distributed.supervisor import JOB_FAILED
 from jshard.errors import RunFailed, UserError
 
@@ -46,21 +47,6 @@ TRAIN = "train"
 COMMANDS = (TRAIN, "generate", "perplexity", "evaluate")  # in several processes
 NO_RESTART = (0, 2, 75)  # done, bad input, preempted
 _MANY: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 65_536}
-
-# Runs a command and sends it the signals named on standard input. When standard input
-# ends, as when the connection is cut, the command is killed. The shell says nothing of
-# that: what ended is reported in other places.
-_RUN = """
-exec 3<&0
-{command} </dev/null &
-pid=$!
-(while read -r name <&3; do kill -s "$name" $pid; done; kill -s KILL $pid) 2>/dev/null &
-reader=$!
-wait $pid 2>/dev/null
-code=$?
-kill $reader 2>/dev/null
-exit $code
-"""
 
 COMMAND = Command(
     "launch",
@@ -184,6 +170,8 @@ class Launcher:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._asked = False  # whether a signal asked the job to end
         self._demanded = False  # whether that was SIGTERM or Ctrl-C
+        self._starting = False  # whether not all processes are started yet
+        self._early: list[int] = []  # signals that came meanwhile
 
     def run(self) -> int:
         """Runs the job to its end, with restarts; returns its exit code."""
@@ -207,6 +195,9 @@ class Launcher:
         SIGHUP and SIGUSR1 are passed on. The second SIGTERM or SIGINT kills them.
         """
         self._asked = True
+        if self._starting:  # a process that is about to start would miss it
+            self._early.append(number)
+            return
         if number in (signal.SIGHUP, signal.SIGUSR1):
             leave_closed_terminal()
             self._send(signal.Signals(number).name.removeprefix("SIG"))
@@ -234,7 +225,7 @@ class Launcher:
 
     def _run_at(self, coordinator: str) -> int:
         hosts = [host for host in self._hosts or [""] for _ in range(self._each)]
-        self._processes = []
+        self._processes, self._starting = [], True
         for index, host in enumerate(hosts):
             words = [
                 *self._words,
@@ -245,7 +236,10 @@ class Launcher:
             settings = {LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"}
             if not self._options.port:
                 settings[cluster.ANY_PORT] = "1"
-            self._processes.append(self._start(host, words, settings))
+            self._processes.append(self._start(index, host, words, settings))
+        self._starting = False
+        while self._early:
+            self.stop(self._early.pop(0))
         deadline = float("inf")
         reported = False
         while any(process.poll() is None for process in self._processes):
@@ -276,26 +270,31 @@ class Launcher:
     def _tell_of_failure(self) -> None:
         """Says if a process was killed, and ends those that still wait for it."""
         for index, process in enumerate(self._processes):
+            code = process.poll()
             # As shells return it. Other signals are told by who gets them.
-            if process.poll() == 128 + signal.SIGKILL and not self._asked:
+            if code == 128 + signal.SIGKILL and not self._asked:
                 _say(f"error: process {index} was ended by SIGKILL")
+            elif code is not None and code < 0:
+                way = "connection" if self._hosts else "shell"
+                name = signal.Signals(-code).name
+                _say(f"error: the {way} of process {index} was ended by {name}")
+                self._send("TERM")  # that process may run without it: all save and end
         self._send(JOB_FAILED.name.removeprefix("SIG"))
 
     def _start(
-        self, host: str, words: Sequence[str], settings: Mapping[str, str]
+        self, index: int, host: str, words: Sequence[str], settings: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         """Starts a process on a host, or here, with more environment variables."""
         passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
         environ = {**passed, **settings} if host else settings
         assignments = [f"{name}={value}" for name, value in environ.items()]
         command = [sys.executable, "-m", f"jshard.{self._options.command}", *words]
-        run = f"exec {shlex.join(['env', *assignments, *command])}"
-        if not host:
-            started = ["sh", "-c", _RUN.format(command=run)]
-        else:
-            script = f"cd {shlex.quote(str(Path.cwd()))} && {run}"
-            script = _RUN.format(command=f"sh -c {shlex.quote(script)}")
+        words = ["env", *assignments, *command]
+        if host:
+            script = shell_script(words, index, ENDING, Path.cwd())
             started = [*self._options.rsh, host, script]
+        else:
+            started = ["sh", "-c", shell_script(words, index, ENDING)]
         return subprocess.Popen(
             started, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
         )

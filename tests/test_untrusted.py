@@ -6,6 +6,7 @@ Every reader gets valid files with bytes or values replaced. It must return or r
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,14 @@ from damaged_files import (
     tensors_reader,
 )
 from jshard.checkpoint import manifest
+from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.untrusted import path_inside, read_json
+from jshard.data.text import token_writer
+from jshard.fit.hardware import find_constants
 from jshard.hub.safetensors_file import find_tensors
 from jshard.hub.safetensors_write import SINGLE
+from jshard.plan.search.result_cache import read_result
+from jshard.trained.generate_command import read_prompts
 
 REPOSITORY = Path(__file__).parents[1]
 QUICK, MANY = 15, 400
@@ -145,3 +151,40 @@ def test_no_file_is_unpickled_or_evaluated():
                     if name in RUNS_CODE or pickles:
                         found.append(f"{file}:{node.lineno}: {name}")
     assert not found
+
+
+def test_what_is_nested_deep_is_refused_by_every_command_that_reads_it(tmp_path):
+    (tmp_path / "tokens.json").write_text(DEEP)
+    (tmp_path / "deep.jsonl").write_text(DEEP + "\n")
+    for read in (
+        lambda: find_constants(tmp_path / "tokens.json"),
+        lambda: read_prompts(tmp_path / "deep.jsonl"),
+        lambda: token_writer._begin(tmp_path / "part", {}),
+    ):
+        with pytest.raises(jshard.UserError, match=r"(tokens\.json|deep\.jsonl).*deep"):
+            read()
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Label.read(DEEP)
+    with pytest.warns(UserWarning, match="ignored a damaged cache file"):
+        assert read_result(tmp_path, "tokens") is None
+
+
+# What jshard's own processes tell each other, and what is part of the package.
+OWN_JSON = """
+checkpoint/local/exchange checkpoint/local/local_copies checkpoint/participants
+checkpoint/untrusted data/stream_state data/tokenizers/byte_pieces
+data/tokenizers/chat_template data/tokenizers/chat_template_program
+data/tokenizers/tokenizer_settings distributed/heartbeat distributed/peers
+distributed/rendezvous distributed/supervisor fit/fitted plan/search/process_pool
+plan/search/worker run/resume run/start training/agreement training/train_command
+"""
+
+
+def test_json_that_others_wrote_passes_one_parser():
+    package = REPOSITORY / "jshard"
+    found = {
+        str(file.relative_to(package).with_suffix(""))
+        for file in package.rglob("*.py")
+        if re.search(r"json\.loads?\b", file.read_text())
+    }
+    assert found == set(OWN_JSON.split())

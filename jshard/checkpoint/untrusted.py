@@ -22,6 +22,9 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    opened = ("{", "[") if isinstance(text, str) else (b"{", b"[")
+    if sum(map(text.count, opened)) <= _DEEPEST:  # pyright: ignore[reportArgumentType]
+        return value  # the usual: looking at all of it takes longer than parsing
     level = [value]
     for _ in range(_DEEPEST):
         level = [inner for outer in level for inner in _members(outer)]

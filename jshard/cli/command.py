@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from jshard.cli.address_space import lacks_memory, memory_advice
 from jshard.cli.formatting import one_line, printable
 from jshard.cli.terminal import open_outputs, show
 from jshard.cli.user_code import describe_user_error
@@ -72,6 +73,8 @@ def expected_ending(error: BaseException) -> tuple[int, str] | None:
         return code, f"error: {one_line(str(error))}"
     if OUT_OF_MEMORY in str(error) and _is_of_jax(error):
         return 1, f"error: {_out_of_memory(error)}"
+    if lacks_memory(error):
+        return 1, f"error: {_what(error)} ({memory_advice()})"
     cause: BaseException | None = error
     while cause is not None:  # JAX's C++ turns Ctrl-C into an error of its own
         if isinstance(cause, KeyboardInterrupt):
@@ -89,13 +92,20 @@ def _is_of_jax(error: BaseException) -> bool:
 def _out_of_memory(error: BaseException) -> str:
     import jax
 
-    described = describe_user_error(error)
-    what = described[0] if described else one_line(str(error).split("\n")[0])
     advice = "a device is out of memory; docs/how_to/out_of_memory.md: what needs less"
     if jax.default_backend() == "gpu" and ALLOCATOR not in os.environ:
         advice += f". If the plan fits, {ALLOCATOR}=allocator:cuda_async in the "
         advice += "environment helps against fragmentation"
-    return f"{what} ({advice})"
+    return f"{_what(error)} ({advice})"
+
+
+def _what(error: BaseException) -> str:
+    """Returns the first line of an error, and where the user's code raised it."""
+    described = describe_user_error(error)
+    if described:
+        return described[0]
+    text = one_line(str(error).split("\n")[0])
+    return text if isinstance(error, RuntimeError) else f"{type(error).__name__} {text}"
 
 
 def read_text(option: str, file: Path) -> str:

@@ -16,7 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jshard.cli.address_space import check_address_space
 from jshard.cli.commands import COMMANDS
+from jshard.cli.terminal import show
 from jshard.compat.plugin_log import LOGGER, in_one_line
 from jshard.errors import UserError
 
@@ -95,8 +97,13 @@ def start_devices() -> None:
 
 
 def import_jax() -> None:
-    """Imports JAX, without the remarks of a CUDA plugin on absent GPUs."""
+    """Imports JAX, without the remarks of a CUDA plugin on absent GPUs.
+
+    Raises:
+      UserError: This process may not have the memory that it takes.
+    """
     if "jax" not in sys.modules:
+        check_address_space()
         with without_remarks():
             importlib.import_module("jax")
 
@@ -118,4 +125,8 @@ def command_of(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
 if (_COMMAND := command_of(sys.argv, sys.orig_argv)) is not None:
     logging.getLogger(LOGGER).addFilter(in_one_line)
     if _COMMAND not in _LATER:
-        import_jax()
+        try:
+            import_jax()
+        except UserError as error:
+            show(f"jshard: error: {error}", error=True)
+            sys.exit(2)

@@ -82,7 +82,8 @@ def _without_proxies() -> Iterator[None]:
 def _bind_address(cluster: Cluster) -> str | None:
     """Returns where process 0 listens; None is what JAX does, on all addresses.
 
-    If the other processes reach it by this machine's own address, nobody else can.
+    If the other processes reach it by this machine's own address, no other machine
+    can. Users of this one can, and end the job: the service asks nobody who they are.
     JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts. A PyTorchJob
     gives process 0 such an address, and the others its name.
     """

@@ -7,11 +7,11 @@ after measuring a GPU.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from jshard.checkpoint.untrusted import read_json
 from jshard.errors import UserError
 
 # Dense bf16 peak in FLOP/s with sums in float32, from the vendor's data sheets (for
@@ -237,7 +237,7 @@ def find_constants(name: str | Path) -> Constants:
     if name in ("stated", "fitted"):
         return STATED if name == "stated" else FITTED
     try:
-        found = json.loads(Path(name).read_text(encoding="utf-8"))
+        found = read_json(Path(name))
     except OSError as error:
         raise UserError(f"--constants={name}: {error.strerror}") from error
     except ValueError as error:

@@ -1,11 +1,14 @@
 """The files of a run as its report reads them: what is damaged is left out."""
 
+import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
+from jshard.errors import UserError
 
 METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -25,28 +28,65 @@ def read_object(file: Path) -> tuple[dict[str, Any], list[str]]:
     return value, []
 
 
-def read_numbers(workdir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Returns the metrics of each step, and what is left out.
+def read_metrics(workdir: Path, having: str = "") -> Iterator[dict[str, Any]]:
+    """Yields the lines of `metrics.jsonl`, without an incomplete last one.
 
-    Values are numbers, or None for those that were not finite. Data after the last
-    newline is incomplete.
+    Args:
+      workdir: A run's folder, or one of its checkpoints.
+      having: The metric that is looked for: other lines may be left out.
+
+    Raises:
+      UserError: A line is not a JSON object with a step.
     """
-    path = workdir / METRICS
-    text = path.read_bytes() if path.exists() else b""
-    metrics, left_out = [], []
-    for number, line in enumerate(text.split(b"\n")[:-1], 1):
-        try:
-            values = parse_json(line)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict) or not _is_step(values.get("step")):
-            left_out.append(f"{METRICS}, line {number}: it has no metrics of a step")
+    for number, line in _lines(workdir):
+        if having and json.dumps(having).encode() not in line:
+            continue
+        values = _parsed(line)
+        if values is None:
+            raise UserError(
+                f"{workdir / METRICS}, line {number}, is not a line of metrics: repair "
+                "or remove it"
+            )
+        yield values
+
+
+def read_numbers(
+    workdir: Path, leave_out: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Yields the metrics of each step, and calls `leave_out` with what is left out.
+
+    Values are numbers, or None for those that were not finite.
+    """
+    for number, line in _lines(workdir):
+        values = _parsed(line)
+        if values is None or not _is_step(values["step"]):
+            leave_out(f"{METRICS}, line {number}: it has no metrics of a step")
             continue
         numbers = {name: x for name, x in values.items() if _is_number(x)}
         for name in values.keys() - numbers.keys():
-            left_out.append(f"{METRICS}, line {number}: {name!a} is no number")
-        metrics.append(numbers)
-    return metrics, left_out
+            leave_out(f"{METRICS}, line {number}: {name!a} is no number")
+        yield numbers
+
+
+def _lines(workdir: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the number and the text of each line: a long run's are not all held."""
+    path = workdir / METRICS
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):  # data after the last newline is incomplete
+                yield number, line
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = parse_json(line)
+    except ValueError:
+        return None
+    if isinstance(values, dict) and isinstance(values.get("step"), int):
+        return values
+    return None
 
 
 def _is_step(value: Any) -> bool:

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.untrusted import parse_json
 from jshard.cli.formatting import format_bytes, format_count
 from jshard.config.run_config import flatten
-from jshard.errors import UserError
 from jshard.recipe.recipe_path import short_name, split_path
 from jshard.report.charts import line_chart
 from jshard.report.page import (
@@ -24,12 +22,12 @@ from jshard.report.page import (
     tiles,
 )
 from jshard.report.run_files import (
-    METRICS,
     printable,
     read_numbers,
     read_object,
     read_picture,
 )
+from jshard.report.series import Points, Series
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
@@ -45,7 +43,20 @@ _NO_CHART_PREFIX = ("eval_", "checkpoint_")
 _NO_CHART_SUFFIX = "_seen"  # rises with the steps
 
 _Object = Mapping[str, Any]
-_Series = Mapping[str, Sequence[tuple[int, float]]]  # (step, value) by metric
+_Series = Mapping[str, Series]  # by metric
+
+
+class _LeftOut:
+    """What is damaged: the first lines to show, and how many there are."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.count = 0
+
+    def add(self, line: str) -> None:
+        self.count += 1
+        if self.count <= _MOST_LEFT_OUT:
+            self.lines.append(line)
 
 
 def write_report(workdir: Path) -> None:
@@ -56,44 +67,25 @@ def write_report(workdir: Path) -> None:
     """
     config, of_config = read_object(workdir / "config.json")
     notes, of_notes = read_object(workdir / "notes.json")
-    metrics, of_metrics = read_numbers(workdir)
-    left_out = [*of_config, *of_notes, *of_metrics]
-    page = _render(workdir, config, metrics, notes, left_out)
+    left_out = _LeftOut()
+    for line in (*of_config, *of_notes):
+        left_out.add(line)
+    series: dict[str, Series] = {}
+    for values in read_numbers(workdir, left_out.add):
+        for name, value in values.items():
+            found = series.setdefault(name, Series())
+            if value is not None:  # it was not finite
+                found.add(values["step"], value)
+    page = _render(workdir, config, series, notes, left_out)
     replace_file(workdir / REPORT, printable(page))
-
-
-def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """Reads `metrics.jsonl` without an incomplete last line.
-
-    Args:
-      workdir: A run's folder, or one of its checkpoints.
-
-    Raises:
-      UserError: Another line is not a JSON object with a step.
-    """
-    path = workdir / METRICS
-    text = path.read_bytes() if path.exists() else b""
-    *lines, _ = text.split(b"\n")  # data after the last newline is incomplete
-    metrics = []
-    for number, line in enumerate(lines, 1):
-        try:
-            values = parse_json(line)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-            raise UserError(
-                f"{path}, line {number}, is not a line of metrics: repair the file"
-            )
-        metrics.append(values)
-    return metrics
 
 
 def _render(
     workdir: Path,
     config: _Object,
-    metrics: Sequence[_Object],
+    series: _Series,
     notes: _Object,
-    left_out: list[str],
+    left_out: _LeftOut,
 ) -> str:
     """Returns the page; adds to ``left_out`` what notes are not of a run."""
 
@@ -110,15 +102,9 @@ def _render(
             ArithmeticError,
             OSError,
         ) as error:
-            left_out.append(f"{name}: {type(error).__name__}: {error}")
+            left_out.add(f"{name}: {type(error).__name__}: {error}")
             return otherwise
 
-    series: dict[str, list[tuple[int, float]]] = {}
-    for line in metrics:
-        for name, value in line.items():
-            points = series.setdefault(name, [])
-            if value is not None:  # it was not finite
-                points.append((line["step"], value))
     title = part("recipe", lambda: _heading(workdir, notes), workdir.absolute().name)
     where = str(workdir.absolute())
     where += part("resumed", lambda: _resumed(notes))
@@ -144,10 +130,9 @@ def _render(
         sections.append(section("Predictions", made))
     made = part("config", lambda: _config(config, notes.get(CHANGED, ())))
     sections.append(section("Config", made))
-    if left_out:
-        lines = [[line] for line in left_out[:_MOST_LEFT_OUT]]
-        heading = f"Left out: {len(left_out)} of what the files hold"
-        sections.append(section(heading, table(lines)))
+    if left_out.count:
+        heading = f"Left out: {left_out.count} of what the files hold"
+        sections.append(section(heading, table([x] for x in left_out.lines)))
     return document(title, where, sections, ["page.css"], ["page.js"])
 
 
@@ -221,16 +206,17 @@ def _config(config: _Object, changed: Collection[str]) -> str:
     )
 
 
-def _lines(series: _Series, name: str) -> dict[str, Sequence[tuple[int, float]]]:
-    return {
-        "training": series.get(name, ()),
-        "validation": series.get(f"eval_{name}", ()),
-        "validation of averages": series.get(f"eval_ema_{name}", ()),
+def _lines(series: _Series, name: str) -> dict[str, Points]:
+    names = {
+        "training": name,
+        "validation": f"eval_{name}",
+        "validation of averages": f"eval_ema_{name}",
     }
+    return {line: series[x].means if x in series else [] for line, x in names.items()}
 
 
 def _charts(series: _Series) -> Iterator[str]:
-    for name, points in series.items():
+    for name, values in series.items():
         own = name.removeprefix("eval_")
         if _is_score(name, series) and (chart := line_chart(own, _lines(series, own))):
             yield chart
@@ -239,9 +225,9 @@ def _charts(series: _Series) -> Iterator[str]:
         if name.endswith(_NO_CHART_SUFFIX):
             continue
         if name == "mfu" or name.endswith("_per_second"):
-            usual = _usual(points)
-            left_out = len(points) - len(usual)
-            note = f", without {left_out} of {len(points)} steps" * bool(left_out)
+            usual = _usual(values.samples)
+            left_out = (len(values.samples) - len(usual)) * values.group
+            note = f", without {left_out} of {values.count} steps" * bool(left_out)
             if usual:
                 yield line_chart(f"{_title(name)}{note}", {"training": usual})
             continue
@@ -256,7 +242,7 @@ def _is_score(name: str, series: _Series) -> bool:
     return name.removeprefix("eval_") not in ("loss", *series)
 
 
-def _usual(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+def _usual(points: Points) -> Points:
     """Returns the rates that training has, without those of stalls and wrong clocks.
 
     One of them would make the curve of all others flat.
@@ -270,35 +256,38 @@ def _usual(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
 def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]:
     """Returns the run's final numbers as text, the most important first."""
 
+    def samples(name: str) -> Points:
+        return series[name].samples if name in series else []
+
     def median(name: str) -> float | None:
-        values = [value for _, value in series.get(name, ())]
+        values = [value for _, value in samples(name)]
         return statistics.median(values) if values else None
 
     results = {}
-    if evaluations := series.get("eval_loss"):
+    if evaluations := samples("eval_loss"):
         step, loss = evaluations[-1]
         results[f"validation loss at step {step}"] = f"{loss:.4f}"
         for name, reference in references.items():
             side = "below" if loss < reference else "above"
             name = f"{name}; validation is {abs(loss - reference):.4f} {side}"
             results[name] = f"{reference:.4f}"
-    for name, points in series.items():
-        if _is_score(name, series) and points:
-            step, score = points[-1]
+    for name in series:
+        if _is_score(name, series) and (scores := samples(name)):
+            step, score = scores[-1]
             results[f"{name.removeprefix('eval_')} at step {step}"] = f"{score:.4f}"
-    if losses := series.get("loss"):
+    if losses := samples("loss"):
         step, loss = losses[-1]
         results[f"training loss at step {step}"] = f"{loss:.4f}"
-    for _, seconds in series.get("time_to_first_step", ()):
+    for _, seconds in samples("time_to_first_step")[-1:]:
         results["time to first step"] = f"{seconds:.1f} s"
     for name in sorted(name for name in series if name.endswith("_per_second")):
         if (speed := median(name)) is not None:
             results[f"{_title(name).lower()}, median"] = format_count(speed)
     if (utilisation := median("mfu")) is not None:
         results["MFU, median"] = f"{utilisation:.1%}"
-    waits, times = series.get("data_wait", ()), series.get("step_time", ())
-    if waits and times:
-        share = sum(x for _, x in waits) / sum(x for _, x in times)
+    waits, times = series.get("data_wait"), series.get("step_time")
+    if waits and times and times.total > 0:
+        share = waits.total / times.total
         results["of the time of steps waited for data"] = f"{min(share, 1):.1%}"
     if (blocked := median("checkpoint_blocked")) is not None:
         name = "held up training for a save, median"
@@ -309,7 +298,7 @@ def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]
 
 
 def _checkpoints(series: _Series) -> str:
-    """Returns a table of the saves, or "" if there are none."""
+    """Returns a table of the saves, or "" if there are none; of very many, some."""
     columns = {
         "size": ("checkpoint_bytes", format_bytes),
         "held up training": ("checkpoint_blocked", _duration),
@@ -318,7 +307,7 @@ def _checkpoints(series: _Series) -> str:
     cells = {
         (name, step): show(value)
         for name, (key, show) in columns.items()
-        for step, value in series.get(key, ())
+        for step, value in (series[key].samples if key in series else ())
     }
     rows = [
         (str(step), *(cells.get((name, step), "") for name in columns))

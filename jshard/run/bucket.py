@@ -50,6 +50,10 @@ class RunInBucket:
         except BucketError as error:
             raise UserError(f"cannot read {self.url}: {error.strerror}") from error
 
+    def copied(self, name: str) -> int:
+        """Returns how many bytes the bucket has of a file that only grows."""
+        return self._copied.get(name, (0, 0))[1]
+
     def copy(self, below: str = "") -> None:
         """Copies files that have changed to the bucket; checkpoints are there already.
 

@@ -21,16 +21,17 @@ from jshard.errors import Preempted, RunFailed, UserError
 from jshard.report.png import png
 from jshard.report.run_report import (
     GENERATED,
-    METRICS,
     REPORT,
     SAMPLES,
-    read_metrics,
     write_report,
 )
 from jshard.run.append import AppendedFile
 from jshard.run.lock import lock_folder
 from jshard.run.loggers.services import Loggers
+from jshard.run.metrics_lines import METRICS, NEWEST, Line, cut_back
 from jshard.run.resume import FITTED_ON, NOTES, read_notes
+
+_MOST_GENERATED = 200  # texts; of more every second is left out
 
 LOGGERS = "loggers"  # the note of a run's ids in services
 
@@ -52,7 +53,7 @@ class RunFolder(AbstractContextManager):
         if none were.
       resume_from: The step after which the folder's run resumes; lines of later steps
         are dropped. 0 starts it again; None is a new run.
-      lines: The metrics to resume with; by default those of the folder.
+      restored: The newest lines of metrics, if the folder's file lacks some of them.
       enabled: False writes nothing, as in all processes but the first.
 
     Attributes:
@@ -72,7 +73,7 @@ class RunFolder(AbstractContextManager):
         recipe: str = "",
         fitted_on: str = "",
         resume_from: int | None = None,
-        lines: Sequence[Mapping[str, Any]] | None = None,
+        restored: Sequence[Line] = (),
         enabled: bool = True,
     ):
         self.path = path
@@ -92,14 +93,12 @@ class RunFolder(AbstractContextManager):
                 self._lock = undo.enter_context(lock_folder(path))
                 self._place = os.open(path, os.O_RDONLY)
                 undo.callback(os.close, self._place)
-                self._open(resume_from, lines)
+                self._open(resume_from, restored)
                 undo.pop_all()
         except OSError as error:
             raise UserError(f"cannot write --workdir={path}: {_why(error)}") from error
 
-    def _open(
-        self, resume_from: int | None, lines: Sequence[Mapping[str, Any]] | None
-    ) -> None:
+    def _open(self, resume_from: int | None, restored: Sequence[Line]) -> None:
         metrics = self.path / METRICS
         page = self.path / REPORT
         if page.is_dir():  # otherwise the run would fail at its end
@@ -107,10 +106,8 @@ class RunFolder(AbstractContextManager):
                 f"{page} is a folder where the report should be: give another --workdir"
             )
         if resume_from is not None:
-            lines = read_metrics(self.path) if lines is None else lines
-            kept = [_json(line) + "\n" for line in lines if line["step"] <= resume_from]
             self._notes = read_notes(self.path)
-            replace_file(metrics, "".join(kept))
+            cut_back(self.path, resume_from, restored)
             self._notes["resumed"] = [*self._notes.get("resumed", []), resume_from]
             replace_file(self.path / NOTES, _json(self._notes, indent=2))
         elif metrics.exists() and metrics.stat().st_size:
@@ -161,6 +158,8 @@ class RunFolder(AbstractContextManager):
         `loss` is that of the evaluation after the same step, if there was one.
         """
         earlier = [one for one in self._notes.get(GENERATED, []) if one["step"] < step]
+        if len(earlier) >= _MOST_GENERATED:
+            earlier = earlier[::2]
         new = {"step": step, "eval_loss": loss, "text": text}
         self.note(**{GENERATED: [*earlier, new]})
         self.text(step, "sample", text)
@@ -180,9 +179,16 @@ class RunFolder(AbstractContextManager):
             self._loggers.each(lambda logger: logger.picture(step, name, path))
         self.note(**{SAMPLES: self._notes.get(SAMPLES, {}) | {name: shown}})
 
-    def metrics(self) -> str:
-        """Returns all lines so far, as text."""
-        return self._metrics.read().decode() if self._enabled else ""
+    def newest_metrics(self, copied: int | None = None) -> str:
+        """Returns the newest lines, to be saved with a state.
+
+        These are a MiB of them, and all that could be lost otherwise: those that are
+        not on the disk yet, or not in the bucket, which has the first `copied` bytes.
+        """
+        if not self._enabled:
+            return ""
+        safe = self._metrics.synced if copied is None else copied
+        return self._metrics.newest(NEWEST, safe).decode()
 
     def flush(self) -> None:
         """Waits until all metrics are on the disk, and handed to the services.
@@ -195,8 +201,18 @@ class RunFolder(AbstractContextManager):
         """
         if self._enabled:
             self._check_there()
-            self._warn(self._metrics.sync())
+            self._warn(self._mend() or self._metrics.sync())
             self._loggers.flush()
+
+    def _mend(self) -> str:
+        """Writes metrics again that another program deleted; returns why it cannot."""
+        try:
+            done = self._metrics.mend()
+        except OSError as error:
+            return _why(error)
+        if done:
+            warnings.warn(f"{self.path}: {done}", stacklevel=3)
+        return ""
 
     def _is_there(self) -> bool:
         try:
@@ -238,6 +254,8 @@ class RunFolder(AbstractContextManager):
         """
         if self._enabled and time.monotonic() >= self._next_report:
             began = time.monotonic()
+            if self._is_there():
+                self._warn(self._mend())
             try:
                 write_report(self.path)
             except OSError as error:
@@ -258,7 +276,8 @@ class RunFolder(AbstractContextManager):
         with ExitStack() as last, self._failing_as_one_line():
             last.enter_context(self._lock)
             last.callback(os.close, self._place)
-            problem = self._metrics.close()
+            problem = self._mend() if self._is_there() else ""
+            problem = self._metrics.close() or problem
             if kind is None:
                 self._check_there()
             if self._is_there():  # otherwise an error says so

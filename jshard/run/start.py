@@ -3,9 +3,8 @@
 import dataclasses
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from jshard.checkpoint.frozen import source_of
 from jshard.checkpoint.local import Found, LocalCopies
@@ -17,7 +16,8 @@ from jshard.data.position import read_position
 from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
-from jshard.report.run_report import METRICS, read_metrics
+from jshard.report.run_files import read_metrics
+from jshard.run.metrics_lines import Line, Metrics, look_through
 from jshard.run.resume import (
     Changes,
     changed_keys,
@@ -29,7 +29,6 @@ from jshard.run.resume import (
 
 STOPPED = "stopped"  # the note of a run that a hook ended
 RUN = "run"  # the note that tells a run from another one in the same folder
-_Line: TypeAlias = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,8 @@ class Start:
       step: The number of updates made so far.
       checkpoint: The verified checkpoint to restore; None starts with new values.
       resumes: Whether the folder already holds this run.
-      metrics: The run's lines of metrics up to `step`; None if it starts at 0.
+      restored: The newest lines of metrics up to `step`, if the folder's file lacks
+        some of them.
       examples: How many examples of the training data were read up to `step`; not
         known of a state that is `held`.
       unevaluated: Whether the evaluation due at `step` was not made.
@@ -57,7 +57,7 @@ class Start:
     step: int = 0
     checkpoint: Path | None = None
     resumes: bool = False
-    metrics: Sequence[Mapping[str, Any]] | None = None
+    restored: Sequence[Line] = ()
     examples: int = 0
     unevaluated: bool = False
     held: bool = False
@@ -176,14 +176,15 @@ def _resume(
     shown: str,
     local: bool = False,
 ) -> Start:
-    found = read_metrics(workdir)
-    metrics, gone = _metrics_up_to(texts, step, found)
-    folder = workdir / CHECKPOINTS
+    metrics = look_through(workdir, step, texts)
+    newest = max([step, *find_steps(workdir / CHECKPOINTS)])
+    gone = [] if local else sorted({x for x in metrics.saved if x > newest})
     messages = [
         f"resuming {shown} after step {step}" + ", from the hosts' copies" * local,
         describe_changes(changes),
-        "" if local else _describe_missing_checkpoints(folder, found),
-        gone,
+        "checkpoints of later steps were saved but are missing: "
+        f"{', '.join(map(str, gone))}" * bool(gone),
+        metrics.message,
     ]
     if config.checkpoint.restore and not local and not source_of(texts):
         messages.append("checkpoint.restore is for new runs: ignored")
@@ -191,7 +192,7 @@ def _resume(
         step,
         resumes=True,
         local=local,
-        metrics=metrics,
+        restored=metrics.restored,
         examples=read_position(texts, step, config.batch_size),
         unevaluated=_unevaluated(config, step, metrics),
         message="; ".join(filter(None, messages)),
@@ -201,23 +202,22 @@ def _resume(
 def _hold(workdir: Path, config: Config, start: Start, step: int) -> Start:
     if step == start.step:
         return dataclasses.replace(start, held=True, local=False)
-    metrics = [line for line in read_metrics(workdir) if line["step"] <= step]
+    metrics = look_through(workdir, step)
     return dataclasses.replace(
         start,
         step=step,
         held=True,
         local=False,
-        resumes=bool(metrics),
-        metrics=metrics,
+        resumes=metrics.some,
+        restored=(),
         unevaluated=_unevaluated(config, step, metrics),
         message=f"going on after step {step}",
     )
 
 
-def _unevaluated(config: Config, step: int, metrics: Sequence[_Line]) -> bool:
+def _unevaluated(config: Config, step: int, metrics: Metrics) -> bool:
     due = config.eval_every and step % config.eval_every == 0
-    evaluated = {line["step"] for line in metrics if "eval_loss" in line}
-    return bool(due and step not in evaluated)
+    return bool(due and not metrics.evaluated)
 
 
 def _stopped(workdir: Path, config: Config, start: Start) -> str:
@@ -228,51 +228,18 @@ def _stopped(workdir: Path, config: Config, start: Start) -> str:
     return stopped["why"]
 
 
-def _metrics_up_to(
-    texts: Path, step: int, found: Sequence[_Line]
-) -> tuple[list[_Line], str]:
-    """Returns the lines up to a step, and a message if some were missing.
-
-    A checkpoint or a local copy has those up to its step, in the folder `texts`.
-    """
-    found = [line for line in found if line["step"] <= step]
-    kept = read_metrics(texts)
-    there, known = ({json.dumps(line) for line in lines} for lines in (found, kept))
-    gone = [line["step"] for line in kept if json.dumps(line) not in there]
-    if gone:
-        more = [line for line in found if json.dumps(line) not in known]
-        message = (
-            f"{METRICS} lacked lines of {_span(min(gone), max(gone))}: restored from "
-            "the copy saved with the state"
-        )
-        return sorted([*kept, *more], key=lambda line: line["step"]), message
-    last = max((line["step"] for line in found if "loss" in line), default=0)
-    if last < step:  # every saved step is logged
-        return found, f"{METRICS} lacks {_span(last + 1, step)}: they are lost"
-    return found, ""
-
-
-def _describe_missing_checkpoints(folder: Path, metrics: Sequence[_Line]) -> str:
-    newest = find_steps(folder)[-1]
-    saved = {line["step"] for line in metrics if "checkpoint_bytes" in line}
-    gone = ", ".join(str(step) for step in sorted(saved) if step > newest)
-    return f"checkpoints of later steps were saved but are missing: {gone}" * bool(gone)
-
-
-def _span(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
 def _start_again(workdir: Path, config: Config, shown: str) -> Start:
     """A new run, or one that ended before its first checkpoint."""
-    metrics = read_metrics(workdir)
-    if not metrics:
+    some = False
+    for line in read_metrics(workdir):
+        some = True
+        if "checkpoint_bytes" in line:
+            raise UserError(
+                f"the checkpoints of {shown} are missing: put them back in "
+                f"{shown}/{CHECKPOINTS}, or give another --workdir"
+            )
+    if not some:
         return Start()
-    if any("checkpoint_bytes" in line for line in metrics):
-        raise UserError(
-            f"the checkpoints of {shown} are missing: put them back in "
-            f"{shown}/{CHECKPOINTS}, or give another --workdir"
-        )
     old = read_config(workdir)
     if not old.get("checkpoint", {}).get("every"):
         return Start()  # the run never saved: RunFolder refuses to overwrite it

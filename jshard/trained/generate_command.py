@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jshard.checkpoint.untrusted import parse_json
 from jshard.cli.command import read_text, run_command
 from jshard.cli.formatting import printable
 from jshard.cli.options import Command, Option
@@ -130,7 +131,7 @@ def read_prompts(file: Path) -> list[str]:
         prompt: Any = line
         if file.suffix == ".jsonl":
             try:
-                prompt = json.loads(line)
+                prompt = parse_json(line)
             except ValueError as error:
                 raise UserError(f"{file}:{number}: not JSON: {error}") from error
             prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt

@@ -201,6 +201,6 @@ def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
         recipe=run.job.recipe.name,
         fitted_on=run.fitted_on,
         resume_from=start.step if start.resumes else None,
-        lines=start.metrics,
+        restored=start.restored,
         enabled=jax.process_index() == 0,
     )

@@ -32,7 +32,8 @@ from jshard.fsdp.mesh import (
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import TrainState
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
-from jshard.report.run_report import REPORT, read_metrics
+from jshard.report.run_files import read_metrics
+from jshard.report.run_report import REPORT
 from jshard.run.bucket import RunInBucket, open_workdir
 from jshard.training.callbacks.evaluation import prepare_evaluation
 from jshard.training.callbacks.hooks import Hook, Hooks
@@ -190,7 +191,7 @@ class Trainer:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of the run's `metrics.jsonl` so far."""
-        return read_metrics(self.workdir)
+        return list(read_metrics(self.workdir))
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Returns the means of the loss and its metrics over all examples.

@@ -14,10 +14,12 @@ import pytest
 import jshard.launch
 from failures import STEPS, slowly
 from jobs import (
+    children,
     environment,
     marked,
     write_recipe,
 )
+from jshard.distributed.shell_script import shell_script
 from launched import WORDS, launch
 from resumable import read_metrics
 
@@ -126,11 +128,28 @@ def test_a_second_signal_kills_and_a_killed_launcher_leaves_nothing(tmp_path):
                 assert job.wait(10) == 1
             else:
                 job.process.kill()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 15
             while marked(job.mark) and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert marked(job.mark) == []
+            if not twice:
+                err = job.err.read_text()
+                assert "the launcher is gone: process 0 saves and ends" in err
+                assert "saved; run the same command" in err
         (tmp_path / "run" / "metrics.jsonl").unlink()
+
+
+@pytest.mark.slow
+def test_a_job_whose_shell_is_killed_is_saved_and_started_again(whole, tmp_path):
+    write_recipe(tmp_path, slowly)
+    with launch(tmp_path, "--num_processes=2", "--max_restarts=1") as job:
+        job.wait_for_step(20)
+        os.kill(int(children(job.process.pid)[0]), signal.SIGKILL)
+        assert job.wait() == 0, job.err.read_text()
+    err = job.err.read_text()
+    assert "error: the shell of process 0 was ended by SIGKILL" in err
+    assert "the job failed: restart 1 of 1" in err
+    assert read_metrics(tmp_path / "run") == read_metrics(whole)
 
 
 @pytest.fixture
@@ -230,6 +249,7 @@ def test_of_a_process_that_ends_before_it_handles_signals_nothing_is_said(
 
 LISTENING = """\
 #!/bin/sh
+trap "" USR2
 for name in HUP USR1 TERM; do
   trap "echo $name >> {heard}; exit 75" $name
 done
@@ -270,6 +290,104 @@ def test_the_launcher_passes_signals_on(number, name, tmp_path, monkeypatch):
             signal.signal(n, handler)
     assert end.value.code == 75
     assert heard.read_text().split() == ["started"] * 2 + [name] * 2
+
+
+def listening(folder, monkeypatch):
+    """What two processes hear that are started in place of Python."""
+    heard, script = folder / "heard", folder / "python"
+    script.write_text(LISTENING.format(heard=heard))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return heard
+
+
+def wait_until(true):
+    deadline = time.monotonic() + 10
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert true()
+
+
+def test_a_process_whose_shell_is_killed_saves_and_ends_at_once_with_all(
+    tmp_path, monkeypatch, capsys
+):
+    heard = listening(tmp_path, monkeypatch)
+    words = ["--num_processes=2", "--", "--config=x"]
+    launcher = jshard.launch.Launcher(*jshard.launch.parse(words))
+
+    def kill() -> None:
+        wait_until(lambda: heard.exists() and heard.read_text().count("started") == 2)
+        launcher._processes[1].kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    since = time.monotonic()
+    assert launcher.run() == 1
+    assert time.monotonic() - since < 10  # not ENDING
+    said = "jshard: error: the shell of process 1 was ended by SIGKILL\n"
+    assert capsys.readouterr().err == said
+    wait_until(lambda: heard.read_text().split() == ["started"] * 2 + ["TERM"] * 2)
+
+
+def test_processes_whose_launcher_is_killed_save_and_end_at_once_and_say_so(
+    tmp_path, monkeypatch
+):
+    heard = listening(tmp_path, monkeypatch)
+    wrapped = [
+        subprocess.Popen(
+            ["sh", "-c", shell_script([sys.executable], index, 5)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    wait_until(lambda: heard.exists() and heard.read_text().count("started") == 2)
+    for index, child in enumerate(wrapped):
+        assert child.stdin is not None
+        child.stdin.close()  # as the launcher's end does
+        assert child.wait(5) == 75
+        said = f"jshard: the launcher is gone: process {index} saves and ends\n"
+        assert child.stderr is not None
+        assert child.stderr.read() == said
+        child.stderr.close()
+    assert heard.read_text().split() == ["started"] * 2 + ["TERM"] * 2
+
+
+def test_a_process_that_does_not_end_without_its_launcher_is_killed(tmp_path):
+    script = shell_script(["sh", "-c", "trap '' TERM; echo on; sleep 60"], 0, 1)
+    with subprocess.Popen(
+        ["sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"on\n"
+        child.stdin.close()
+        assert child.wait(10) == 128 + signal.SIGKILL
+        os.killpg(child.pid, signal.SIGKILL)  # the sleep
+
+
+def test_a_signal_while_processes_are_started_reaches_all_of_them(
+    tmp_path, monkeypatch
+):
+    heard = listening(tmp_path, monkeypatch)
+    words = ["--num_processes=2", "--", "--config=x"]
+    launcher = jshard.launch.Launcher(*jshard.launch.parse(words))
+    start = launcher._start
+
+    def start_slowly(*arguments):
+        process, number = start(*arguments), len(launcher._processes)
+        wait_until(lambda: heard.exists() and heard.read_text().count("\n") > number)
+        if number == 0:
+            launcher.stop()
+        return process
+
+    monkeypatch.setattr(launcher, "_start", start_slowly)
+    assert launcher.run() == 75
+    assert heard.read_text().split() == ["started"] * 2 + ["TERM"] * 2
 
 
 def test_a_signal_between_two_tries_is_the_end(tmp_path, monkeypatch):

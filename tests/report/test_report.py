@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jshard.errors import UserError
 from jshard.report.charts import line_chart, ticks
 from jshard.report.page import cards
-from jshard.report.run_report import read_metrics, write_report
+from jshard.report.run_files import read_metrics
+from jshard.report.run_report import write_report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 GENERATED = [
@@ -259,7 +260,7 @@ def test_a_run_without_metrics_has_a_report_without_charts(tmp_path):
 def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
     text = '{"step": 1, "loss": 2.0}\n{"step": 2, "lo'
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}]
+    assert list(read_metrics(tmp_path)) == [{"step": 1, "loss": 2.0}]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +270,7 @@ def test_a_line_that_is_none_of_metrics_is_an_error_that_names_it(line, tmp_path
     text = f'{{"step": 1}}\n{{"step": 2}}\n{line}\n{{"step": 4}}\n'
     (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 3, is not a line"):
-        read_metrics(tmp_path)
+        list(read_metrics(tmp_path))
 
 
 def test_a_long_runs_curve_is_thinned_and_keeps_its_last_step():

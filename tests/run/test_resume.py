@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import SessionLog
 from jshard.config.run_config import complete
 from jshard.distributed.peers import Peers
 from jshard.errors import RunFailed, UserError
-from jshard.report.run_report import read_metrics
+from jshard.report.run_files import read_metrics
 from jshard.run.lock import lock_folder
 from jshard.run.metrics import RunFolder
 from jshard.run.resume import (
@@ -175,7 +175,7 @@ def test_a_resumed_run_goes_on_after_its_step(run, config):
         folder.write(5, {"loss": 0.125})
         folder.note(sample="b")
     assert kept == b"".join([*before[:4], before[6]])
-    lines = read_metrics(run)
+    lines = list(read_metrics(run))
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5]
     assert lines[-1]["loss"] == 0.125
     assert read_config(run)["steps"] == 20
@@ -192,7 +192,7 @@ def test_a_run_that_is_resumed_again_remembers_each_time(run, config):
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(run, config):
     with RunFolder(run, config, resume_from=0):
-        assert read_metrics(run) == []
+        assert list(read_metrics(run)) == []
 
 
 @pytest.mark.parametrize(("every", "resumes"), [(4, True), (0, False)])

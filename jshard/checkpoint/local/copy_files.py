@@ -22,6 +22,7 @@ import numpy as np
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.local.pieces import THREADS, Piece
+from jshard.checkpoint.untrusted import parse_json
 from jshard.errors import UserError
 
 _BYTES, _LABEL, _SPARE, _TEXTS = ".bytes", ".json", "spare", "texts"
@@ -49,7 +50,7 @@ class Label:
     def read(cls, text: str | bytes) -> "Label":
         """Reads JSON; raises ValueError if it is no label."""
         try:
-            return cls(**json.loads(text))
+            return cls(**parse_json(text))
         except TypeError as error:
             raise ValueError("no label of a local copy") from error
 

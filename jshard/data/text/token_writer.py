@@ -34,6 +34,7 @@ from rich.progress import (
 
 from jshard.checkpoint.atomic import replace_file, replacing
 from jshard.checkpoint.buckets.files import cached
+from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import is_remote
 from jshard.cli.terminal import show
 from jshard.data.files.record_forms import has_records
@@ -189,10 +190,10 @@ def _begin(folder: Path, about: dict[str, Any]) -> bool:
     output = folder.parent
     for place in (output, folder):
         try:
-            found = json.loads((place / ABOUT).read_text())
+            found = dict(read_json(place / ABOUT))
         except FileNotFoundError:
             continue
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise UserError(f"{place / ABOUT}: cannot be read: {error}") from error
         if other := [key for key in about if about[key] != found.get(key)]:
             raise UserError(

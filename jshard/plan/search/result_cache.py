@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.untrusted import read_json
 from jshard.compat import absent_gpus
 from jshard.compat.versions import versions
 from jshard.plan.program import Program
@@ -25,7 +26,7 @@ def read_result(folder: Path, key: str) -> dict[str, Any] | None:
     """Returns the cached result of a key, or None; warns of a damaged file."""
     path = folder / f"{key}.json"
     try:
-        entry = json.loads(path.read_text(encoding="utf-8"))
+        entry = read_json(path)
         if entry["key"] != key:
             raise ValueError(f"has the key {entry['key']!r}")
         return dict(entry["result"])

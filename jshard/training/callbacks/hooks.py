@@ -9,6 +9,7 @@ import numpy as np
 from jshard.distributed.peers import Peers
 from jshard.errors import UserError
 from jshard.recipe.contract import check_signature
+from jshard.report.run_files import read_metrics
 
 # hook(trainer, step, metrics) returns what to log, by name, or None.
 Hook: TypeAlias = Callable[[Any, int, Mapping[str, Any]], Mapping[str, Any] | None]
@@ -58,8 +59,8 @@ def early_stopping(
                 f"early_stopping: evaluations have no {metric!r}; they have "
                 f"{', '.join(metrics)}"
             )
-        earlier = [line for line in trainer.metrics if line["step"] < step]
-        values = [line[metric] for line in earlier if metric in line]
+        lines = read_metrics(trainer.workdir, having=metric)
+        values = [x[metric] for x in lines if x["step"] < step and metric in x]
         values.append(metrics[metric])
         waited, lowest = 0, np.inf
         for value in values:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from jshard.checkpoint.local import Copy
 from jshard.cli.formatting import format_bytes
 from jshard.errors import Preempted
-from jshard.report.run_report import METRICS
+from jshard.report.run_files import METRICS
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import RUN, Start
@@ -46,7 +46,9 @@ class LocalSaving(AbstractContextManager):
             return
         with log.drained(shows=False):  # the metrics of the step are in its copy
             self._run.peers.at("saving", step)
-            texts = {METRICS: self._folder.metrics(), **self._run.files_to_save()}
+            copied = self._run.bucket and self._run.bucket.copied(METRICS)
+            newest = self._folder.newest_metrics(copied)
+            texts = {METRICS: newest, **self._run.files_to_save()}
             start = self._start
             copies.keep(
                 self._run.state, start.run, start.number, texts, self._ended.put

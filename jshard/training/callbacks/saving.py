@@ -14,7 +14,7 @@ from jshard.checkpoint.restore import CHECKPOINTS
 from jshard.cli.formatting import format_bytes
 from jshard.errors import RunFailed, UserError
 from jshard.fsdp.state import TrainState
-from jshard.report.run_report import METRICS
+from jshard.report.run_files import METRICS
 from jshard.run.bucket import Copying
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
@@ -94,12 +94,14 @@ class Saving(AbstractContextManager):
                 return
             self._run.peers.at("saving", step)
             self._folder.flush()
-            state = self._run.state
+            state, bucket = self._run.state, self._run.bucket
+            copied = bucket.copied(METRICS) if bucket else None
+            metrics_text = self._folder.newest_metrics(copied)
             self._checkpointer.save(
                 state,
                 metrics={**metrics, **(evaluated or {})},
                 config=self._folder.config,
-                files={METRICS: self._folder.metrics(), **self._run.files_to_save()},
+                files={METRICS: metrics_text, **self._run.files_to_save()},
                 frozen_from=self._frozen_from
                 if jax.tree.leaves(state.frozen)
                 else None,
