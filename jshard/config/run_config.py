@@ -148,6 +148,8 @@ def check(config: Config) -> None:
         for key in ("eval_every", "checkpoint.every"):
             if not flat[key]:
                 refuse("checkpoint.best", f"needs --config.{key} above 0")
+    if checkpoint.load_best and not checkpoint.best:
+        refuse("checkpoint.load_best", "needs --config.checkpoint.best")
     if checkpoint.local and not checkpoint.every:
         refuse("checkpoint.local", "needs --config.checkpoint.every above 0")
     if checkpoint.restore_optimizer:

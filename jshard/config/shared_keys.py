@@ -81,6 +81,9 @@ DEFAULTS = {
     "checkpoint.best_is": Knob(
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
+    "checkpoint.load_best": Knob(
+        False, "in Python, end Trainer.fit with the state of the best checkpoint",
+    ),
     "checkpoint.local": Knob(
         0, "steps between copies that hosts keep in case one is lost; 0 keeps none",
         at_least=0,
@@ -90,7 +93,8 @@ DEFAULTS = {
     ),
     "checkpoint.restore": Knob(
         "",
-        "start from these parameters: a run's folder, a checkpoint, safetensors, or a "
+        "start from these parameters: a run's folder, with @best or @STEP at its "
+        "end for another than the newest checkpoint, a checkpoint, safetensors, or a "
         "Hugging Face folder or name",
         kind=Path, bucket=True, hub="model",
     ),

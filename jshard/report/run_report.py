@@ -1,6 +1,7 @@
 """A run's report: one HTML page that works offline."""
 
 import base64
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from html import escape
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
+from jshard.checkpoint.selected.best_step import Best, best_of
+from jshard.checkpoint.step_folders import CHECKPOINTS
 from jshard.checkpoint.untrusted import parse_json
-from jshard.cli.formatting import format_bytes, format_count
+from jshard.cli.formatting import format_count
 from jshard.config.run_config import flatten
 from jshard.errors import UserError
 from jshard.recipe.recipe_path import short_name, split_path
@@ -30,6 +33,7 @@ from jshard.report.run_files import (
     read_object,
     read_picture,
 )
+from jshard.report.save_table import format_wait, save_table
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
@@ -48,18 +52,26 @@ _Object = Mapping[str, Any]
 _Series = Mapping[str, Sequence[tuple[int, float]]]  # (step, value) by metric
 
 
-def write_report(workdir: Path) -> None:
-    """Writes a run's `report.html` from its config, metrics and notes.
+def write_report(
+    workdir: Path, output: Path | None = None, *, up_to: float = math.inf
+) -> None:
+    """Writes a run's report from its config, metrics, notes and checkpoints.
 
     If one of these files does not exist, its part of the page is left out. So is what
     is damaged, and the page says so: a report ends no run.
+
+    Args:
+      workdir: The run's folder.
+      output: The page to write; by default `report.html` there.
+      up_to: The last step whose metrics it shows.
     """
     config, of_config = read_object(workdir / "config.json")
     notes, of_notes = read_object(workdir / "notes.json")
     metrics, of_metrics = read_numbers(workdir)
     left_out = [*of_config, *of_notes, *of_metrics]
-    page = _render(workdir, config, metrics, notes, left_out)
-    replace_file(workdir / REPORT, printable(page))
+    metrics = [line for line in metrics if line["step"] <= up_to]
+    page = _render(workdir, config, metrics, notes, left_out, up_to)
+    replace_file(output or workdir / REPORT, printable(page))
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
@@ -94,6 +106,7 @@ def _render(
     metrics: Sequence[_Object],
     notes: _Object,
     left_out: list[str],
+    up_to: float,
 ) -> str:
     """Returns the page; adds to ``left_out`` what notes are not of a run."""
 
@@ -124,16 +137,20 @@ def _render(
     where += part("resumed", lambda: _resumed(notes))
     where += part("stopped", lambda: _stopped(notes))
     references = part("references", lambda: _references(notes), {})
+    best = part(CHECKPOINTS, lambda: best_of(workdir / CHECKPOINTS), None)
+    if best is not None and best.step > up_to:
+        best = None
+    results = _results(series, references, best)
     sections = [
         line_chart("Loss", _lines(series, "loss"), references=references, wide=True),
-        tiles((value, name) for name, value in _results(series, references).items()),
+        tiles((value, name) for name, value in results.items()),
     ]
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:
         made = part(GENERATED, lambda: _generated(notes[GENERATED]))
         sections.append(section("Samples", made))
-    if checkpoints := _checkpoints(series):
+    if checkpoints := save_table(series, best):
         sections.append(section("Checkpoints", checkpoints))
     if "start_up" in notes:
         text = escape(str(notes["start_up"]))
@@ -267,7 +284,9 @@ def _usual(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
     return [(x, y) for x, y in points if lower / 2 <= y <= 2 * upper]
 
 
-def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]:
+def _results(
+    series: _Series, references: Mapping[str, float], best: Best | None
+) -> dict[str, str]:
     """Returns the run's final numbers as text, the most important first."""
 
     def median(name: str) -> float | None:
@@ -275,6 +294,8 @@ def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]
         return statistics.median(values) if values else None
 
     results = {}
+    if best is not None:
+        results[f"best {best.metric}, at step {best.step}"] = f"{best.value:.4f}"
     if evaluations := series.get("eval_loss"):
         step, loss = evaluations[-1]
         results[f"validation loss at step {step}"] = f"{loss:.4f}"
@@ -304,33 +325,8 @@ def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]
         name = "held up training for a save, median"
         if step_time := median("step_time"):
             name += f"; {blocked / step_time:.1%} of a step"
-        results[name] = _duration(blocked)
+        results[name] = format_wait(blocked)
     return results
-
-
-def _checkpoints(series: _Series) -> str:
-    """Returns a table of the saves, or "" if there are none."""
-    columns = {
-        "size": ("checkpoint_bytes", format_bytes),
-        "held up training": ("checkpoint_blocked", _duration),
-        "written in": ("checkpoint_write_time", _duration),
-    }
-    cells = {
-        (name, step): show(value)
-        for name, (key, show) in columns.items()
-        for step, value in series.get(key, ())
-    }
-    rows = [
-        (str(step), *(cells.get((name, step), "") for name in columns))
-        for step in sorted({step for _, step in cells})
-    ]
-    return table(rows, ["step", *columns], "columns")
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
 
 
 def _title(name: str) -> str:

@@ -44,6 +44,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
     saved = run.stream_state if start.held else read_state(start.texts)
+    run.stream_state = saved  # which a save before the first step stores again
     examples = run.examples if start.held else start.examples
     following = TrainingBatches(
         train_data,

@@ -1,0 +1,36 @@
+"""The table of a run's saves in its report."""
+
+from collections.abc import Mapping, Sequence
+
+from jshard.checkpoint.selected.best_step import Best
+from jshard.cli.formatting import format_bytes
+from jshard.report.page import table
+
+
+def save_table(
+    series: Mapping[str, Sequence[tuple[int, float]]], best: Best | None
+) -> str:
+    """Returns a table of the saves, the best one marked; "" if there are none."""
+    columns = {
+        "size": ("checkpoint_bytes", format_bytes),
+        "held up training": ("checkpoint_blocked", format_wait),
+        "written in": ("checkpoint_write_time", format_wait),
+    }
+    cells = {
+        (name, step): show(value)
+        for name, (key, show) in columns.items()
+        for step, value in series.get(key, ())
+    }
+    steps = {step for _, step in cells} | ({best.step} if best else set())
+    rows = []
+    for step in sorted(steps):
+        mark = f", best: {best.result}" if best and step == best.step else ""
+        rows.append((f"{step}{mark}", *(cells.get((x, step), "") for x in columns)))
+    return table(rows, ["step", *columns], "columns")
+
+
+def format_wait(seconds: float) -> str:
+    """Returns 1.5 as "1.5 s" and 0.0123 as "12 ms"."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
