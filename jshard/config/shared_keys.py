@@ -19,11 +19,17 @@ def _policy() -> dict[str, Knob]:
     return found
 
 
+MOST_STEPS = 2**31 - 1  # steps are int32
 _SEED = 2**32 - 1  # the largest seed of NumPy's and Grain's generators
 
 # Keys that every recipe must set; the defaults here are never used.
 REQUIRED = {
-    "steps": Knob(1, "number of optimizer updates", at_least=1),
+    "steps": Knob(
+        1,
+        "number of optimizer updates; or of epochs, rounded up to steps: 3epochs",
+        noun="a whole number, or epochs like 3epochs",
+        at_least=1,
+    ),
     "batch_size": Knob(1, "global batch size, in examples", at_least=1),
 }
 

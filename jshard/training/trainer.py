@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jshard.config.policy_keys import write_policy
 from jshard.config.run_config import Config
-from jshard.data.dataset import as_dataset
+from jshard.data.dataset import as_dataset, as_sets, make_training_data
 from jshard.distributed.peers import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP as _FSDP
@@ -281,8 +281,9 @@ class Trainer:
                 data = self._recipe.make_data(self.config, split)
             if data is None:
                 raise UserError(f"there are no {split} data: give {split}_data")
-            dataset = as_dataset(data, self.config.seed, repeat=False)
-            return prepare_evaluation(run, dataset, self._steps)(run.state)
+            trained = lambda: make_training_data(self._recipe.make_data, self.config)
+            sets = as_sets(data, self.config.seed, trained)
+            return prepare_evaluation(run, sets, self._steps)(run.state)
 
     @contextmanager
     def _within(self) -> Iterator[None]:

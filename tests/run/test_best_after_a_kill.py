@@ -36,7 +36,8 @@ Objects.spec = lambda self, path="": {
 }
 sys.argv = [module, *words]
 if module == "-c":
-    exec(words.pop(0))
+    program = sys.argv.pop(1)
+    exec(program)
 else:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
