@@ -136,7 +136,7 @@ def _plan(argv: list[str]) -> None:
                 config = complete(recipe.get_config(), recipe.name)
                 show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
                 return
-            words, epochs = take_epochs(arguments.config_keys)
+            words, epochs = take_epochs(arguments.config_keys, recipe)
             given = read_keys(recipe, words)
             config = make_config(recipe, given)
             set_epochs(recipe, config, epochs)

@@ -1,31 +1,34 @@
 """`steps=3epochs`: as many updates as read the training data that often."""
 
 import math
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from jshard.config.run_config import Config, check
+from ml_collections import ConfigDict
+
+from jshard.config.run_config import Config, check, epochs_in
 from jshard.config.shared_keys import MOST_STEPS
 from jshard.data.dataset import make_training_data, rows_of_epoch
 from jshard.errors import UserError
 from jshard.recipe.definition import Recipe
 
-_EPOCHS = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?epochs?")
 _STEPS = "steps"
 
 
-def take_epochs(given: Mapping[str, Any]) -> tuple[dict[str, Any], Fraction | None]:
+def take_epochs(
+    given: Mapping[str, Any], recipe: Recipe
+) -> tuple[dict[str, Any], Fraction | None]:
     """Takes `steps=3epochs` out of keys or words, and returns both.
 
-    The steps among the keys are the most that there can be, until `set_epochs` knows
-    the data; None stands for keys without epochs.
+    Without steps among them, the recipe's count. The steps among the keys are the most
+    that there can be, until `set_epochs` knows the data; None stands for no epochs.
     """
-    found = _EPOCHS.fullmatch(str(given.get(_STEPS, "")))
-    if found is None:
+    own = {} if _STEPS in given else recipe.get_config()
+    steps = {**own, **given}.get(_STEPS) if isinstance(own, Mapping | ConfigDict) else 0
+    if (epochs := epochs_in(steps)) is None:
         return dict(given), None
-    return {**given, _STEPS: MOST_STEPS}, Fraction(found[1])
+    return {**given, _STEPS: MOST_STEPS}, epochs
 
 
 def set_epochs(recipe: Recipe, config: Config, epochs: Fraction | None) -> None:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from jshard.cli.formatting import did_you_mean
 from jshard.cli.user_code import describe_user_error
 from jshard.config.overrides import override
-from jshard.config.run_config import Config, check, complete, flatten
+from jshard.config.run_config import Config, check, complete, epochs_in, flatten
 from jshard.config.shared_keys import REQUIRED, SHARED
 from jshard.data.iterables import Once
 from jshard.data.places import state_methods
@@ -106,13 +106,13 @@ def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
     Raises:
       UserError: A key is missing, unknown, or has an impossible value.
     """
-    epochs = None
     if isinstance(config, ConfigDict):
+        epochs = epochs_in(config.get("steps"))
         whole = complete(config, recipe.name, "Trainer(config=...)")
     elif not isinstance(config, Mapping | None):
         raise UserError(f"Trainer: config={config!r} must be a dict or a ConfigDict")
     else:
-        given, epochs = take_epochs(flatten(config or {}))
+        given, epochs = take_epochs(flatten(config or {}), recipe)
         if recipe.file is not None or recipe.get_config():
             whole = make_config(recipe, given, workdir)
         else:

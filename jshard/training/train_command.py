@@ -42,7 +42,7 @@ def train(
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
         folder, bucket = open_workdir(arguments.workdir)
-        words, epochs = take_epochs(arguments.config_keys)
+        words, epochs = take_epochs(arguments.config_keys, recipe)
         names = pin_words(recipe, words, folder) if peers.index == 0 else {}
         words |= json.loads(peers.publish("names", json.dumps(names)))
         keys = read_keys(recipe, words, folder)

@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1279,
     "surface": 677,
     "plan": 5296,
-    "training": 15926,
+    "training": 15953,
     "checkpoint": 6759,
     "generation": 1214,
     "start-up note": 444,

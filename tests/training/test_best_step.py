@@ -62,7 +62,8 @@ def at(step: int) -> float:
 
 
 def where(trainer: jshard.Trainer) -> tuple[int, float]:
-    return int(trainer.state.step), float(trainer.state.params["at"][...])
+    state: Any = trainer.state
+    return int(state.step), float(state.params["at"][...])
 
 
 def reached(step: int) -> tuple[int, Any]:
@@ -187,3 +188,13 @@ def test_the_best_of_a_run_in_a_bucket_is_used_there(tmp_path, capsys):
         assert got == pytest.approx(0.8 * at(BEST) + 0.2 * TRAINED, rel=1e-5)
         rows = make(url).predict({"inputs": np.zeros(4, np.float32)}, step="best")
         np.testing.assert_allclose(rows, np.full(4, at(BEST)), rtol=1e-5)
+
+
+def test_a_run_is_not_continued_from_a_step_but_a_folder_of_that_name_is(run, tmp_path):
+    with pytest.raises(UserError, match="mine@best names a step of a run, which goes"):
+        make(f"{run}@best")
+    folder = shutil.copytree(run, tmp_path / "mine@1")
+    assert where(make(folder)) == reached(LAST)
+    rows = make(folder).predict({"inputs": np.zeros(4, np.float32)}, step="best")
+    np.testing.assert_allclose(rows, np.full(4, at(BEST)), rtol=1e-5)
+    assert make(tmp_path / "other@best").workdir == tmp_path / "other@best"

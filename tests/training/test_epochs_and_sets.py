@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 
 import jshard
 from jshard.checkpoint.selected.best_step import best_of
@@ -46,7 +48,7 @@ def make(workdir: Path, **given: Any) -> jshard.Trainer:
         "loss_fn": loss_fn,
         "train_data": TRAINED,
     }
-    config = CONFIG | given.pop("config", {})
+    config = given.pop("whole", None) or CONFIG | given.pop("config", {})
     mesh = jshard.make_mesh(devices=jax.devices()[:2])
     return jshard.Trainer(
         config=config, workdir=workdir / "run", mesh=mesh, **(parts | given)
@@ -87,10 +89,19 @@ def test_the_steps_of_an_epoch_are_rounded_up():
      ("3epoch s", None), ("epochs", None), ("-1epochs", None)],
 )  # fmt: skip
 def test_a_number_of_epochs_is_told_from_one_of_steps(steps, epochs):
-    given, found = take_epochs({"steps": steps, "seed": 1})
+    nothing: Any = SimpleNamespace(get_config=ConfigDict)
+    given, found = take_epochs({"steps": steps, "seed": 1}, nothing)
     assert found == epochs
     assert given["seed"] == 1
     assert epochs or given["steps"] == steps
+    recipe: Any = SimpleNamespace(get_config=lambda: ConfigDict({"steps": steps}))
+    assert take_epochs({"seed": 1}, recipe)[1] == epochs
+    assert take_epochs({"steps": 5}, recipe) == ({"steps": 5}, None)
+
+
+def test_a_whole_config_may_count_epochs(tmp_path):
+    trainer = make(tmp_path, whole=ConfigDict({"steps": "2 epochs", "batch_size": 4}))
+    assert trainer.config.steps == 21
 
 
 def test_three_epochs_read_each_row_three_times_and_the_epoch_is_logged(
@@ -148,8 +159,9 @@ def mean(rows: np.ndarray) -> Any:
 
 
 def test_each_validation_set_has_its_metrics_and_all_of_them_have_theirs(tmp_path):
-    config = {"steps": 1, "eval_every": 1, "checkpoint.every": 1}
-    config["checkpoint.best"] = "eval_de_loss"
+    config = {"steps": 1, "eval_every": 1, "checkpoint.every": 1} | {
+        "checkpoint.best": "eval_de_loss"
+    }
     trainer = make(tmp_path, validation_data=SETS, test_data={"a": LISTED})
     first = trainer.evaluate()
     assert first["eval_en_loss"] == mean(ROWS[:9])
