@@ -39,7 +39,7 @@ ROOMS = {
     "commands": Room(
         9, 0, 510, "parse, build, run: python -m jshard.NAME",
         "train launch inspect export tokenize generate perplexity __main__ "
-        "evaluate/__main__",
+        "evaluate/__main__ report/__main__",
     ),
     "surface": Room(
         9, 525, 720, "the public names", "__init__ functional linen testing"

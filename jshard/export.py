@@ -14,11 +14,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.restore import find_step
+from jshard.checkpoint.selected.run_address import find_run
 from jshard.cli.command import run_command
 from jshard.cli.formatting import one_line
-from jshard.cli.options import CHECKPOINT, Command, Option
+from jshard.cli.options import CHECKPOINT, STEP, Command, Option
 from jshard.cli.paths import is_remote
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
@@ -45,6 +45,7 @@ COMMAND = Command(
     "Writes the model of a checkpoint as safetensors files.",
     {
         "PATH": CHECKPOINT,
+        "step": STEP,
         "output": Option(
             None, "the folder to write to; it must not contain an export",
             kind=Path, bucket=True, hub="model", required=True, shown="DIR",
@@ -80,7 +81,7 @@ def _export(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
     use_cpu()
     export(
-        on_disk(arguments.PATH),
+        find_run(arguments.PATH, arguments.step),
         arguments.output,
         format=arguments.format,
         recipe=arguments.config,

@@ -10,13 +10,14 @@ from typing import Any
 
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.buckets.arrays import address, shown, verify_values
-from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.metadata import itemsize
 from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
+from jshard.checkpoint.selected.best_step import Best, best_of
+from jshard.checkpoint.selected.run_address import find_run
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import run_command
 from jshard.cli.formatting import format_bytes, one_line
-from jshard.cli.options import CHECKPOINT, Command, Option
+from jshard.cli.options import CHECKPOINT, STEP, Command, Option
 from jshard.cli.paths import is_bucket
 from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
@@ -28,6 +29,7 @@ COMMAND = Command(
     "Shows what a checkpoint contains, without reading its arrays.",
     {
         "PATH": CHECKPOINT,
+        "step": STEP,
         "verify": Option(False, "read all files and compare their checksums"),
         "full": Option(False, "list every array and every key of the config"),
     },
@@ -46,7 +48,7 @@ def main() -> None:
 def _inspect(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
     use_cpu()
-    path = on_disk(arguments.PATH)
+    path = find_run(arguments.PATH, arguments.step)
     try:
         if is_step(path):
             folders = [path]
@@ -56,7 +58,8 @@ def _inspect(argv: list[str]) -> None:
             folders = [step_folder(folder, step) for step in find_steps(folder)]
             where = arguments.PATH if is_bucket(arguments.PATH) else folder
             show(f"{where}: {len(folders)} checkpoints, the newest is shown")
-            problems = _show_all(folders, full=arguments.full)
+            best = best_of(folder)
+            problems = _show_all(folders, best, full=arguments.full)
             if problems and not arguments.verify:
                 what = f"{len(problems)} of {len(folders)} checkpoints cannot be shown"
                 raise UserError(f"{what}: {problems[0]}")
@@ -69,7 +72,7 @@ def _inspect(argv: list[str]) -> None:
         _verify(folders)
 
 
-def _show_all(folders: list[Path], *, full: bool) -> list[str]:
+def _show_all(folders: list[Path], best: Best | None, *, full: bool) -> list[str]:
     """Prints a line for each checkpoint and all about the newest; returns problems."""
     newest, problems = "", []
     for folder in folders:
@@ -80,7 +83,10 @@ def _show_all(folders: list[Path], *, full: bool) -> list[str]:
             problems.append(str(error))
             show(one_line(f"  {folder.name}  cannot be shown: {error}"))
         else:
-            show(one_line(f"  {folder.name}  {size}, saved {about['created']}"))
+            line = f"  {folder.name}  {size}, saved {about['created']}"
+            if best is not None and about["step"] == best.step:
+                line += f", best: {best.result}"
+            show(one_line(line))
     if newest:
         show(newest)
     return problems

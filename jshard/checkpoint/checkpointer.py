@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.buckets.arrays import address
@@ -26,6 +25,7 @@ from jshard.checkpoint.disk_saves import DiskSaves
 from jshard.checkpoint.orbax.folder import check_not_orbax
 from jshard.checkpoint.participants import Participants, why
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
+from jshard.checkpoint.selected.best_step import best_among
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.paths import check_path, is_bucket
 from jshard.errors import UserError
@@ -210,19 +210,10 @@ class Checkpointer:
         if self._keep_every:
             kept |= {step for step in steps if step % self._keep_every == 0}
         if self._best:
-            kept |= self._best_step({step: folders[step] for step in steps})
+            complete = {step: folders[step] for step in steps}
+            best = best_among(complete, self._best, highest=self._highest)
+            kept |= {best.step} if best else set()
         return sorted(set(steps) - kept)
-
-    def _best_step(self, folders: Mapping[int, Path]) -> set[int]:
-        """Returns the step with the best metric, if any has it."""
-        found = {}
-        for step, folder in folders.items():
-            with suppress(OSError, ValueError):  # the metadata is damaged
-                metrics = metadata.read(folder)["metrics"]
-                if np.isfinite(metrics.get(self._best, np.nan)):
-                    found[step] = metrics[self._best]
-        best = max if self._highest else min
-        return {best(found, key=lambda step: found[step])} if found else set()
 
     # Restoring.
 

@@ -93,7 +93,7 @@ def find_newest(folder: Path) -> Path | None:
     for path in _steps_on_first(folder)[::-1]:
         step = int(path.stem)  # without ".replaced"
         if jax.process_count() > 1:
-            _wait_until_seen(path)
+            wait_until_seen(path)
         damage = find_damage(path)
         if not damage:
             if damaged:
@@ -146,7 +146,7 @@ def find_damage(folder: Path) -> str:
     return some_of(problems, limit=3)
 
 
-def _wait_until_seen(folder: Path) -> None:
+def wait_until_seen(folder: Path) -> None:
     """Waits until all processes see a step, or raises UserError on all of them."""
     file = folder / manifest.FILE
     deadline = time.monotonic() + PATIENCE

@@ -8,6 +8,7 @@ COMMANDS = {
     "perplexity": "measures how well a trained model predicts a text",
     "evaluate": "scores a trained model on tasks of lm_eval",
     "inspect": "shows and verifies the checkpoints of a run",
+    "report": "writes the report of a run",
     "export": "writes the model of a checkpoint as safetensors files",
     "tokenize": "turns text, JSONL or Parquet into token files",
 }

@@ -46,6 +46,11 @@ CHECKPOINT = Option(
     None, "a run's folder, a folder of checkpoints, or one checkpoint", kind=Path,
     required=True, bucket=True,
 )  # fmt: skip
+STEP = Option(
+    None, "which checkpoint of a run: best, by the run's checkpoint.best, newest, or "
+    "that of step N; RUN@best and RUN@N say the same", kind=str,
+    shown="best|newest|N",
+)  # fmt: skip
 
 
 def check_value(name: str, value: Any, knob: Knob, given: Any = None) -> None:

@@ -1,6 +1,8 @@
 """The config of a run: a recipe's own keys, and those that every recipe shares."""
 
+import re
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict, FieldReference
@@ -10,7 +12,13 @@ from jshard.cli.knob import Knob
 from jshard.cli.options import check_value
 from jshard.config.keys import Key
 from jshard.config.profiled_steps import profile_problem
-from jshard.config.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
+from jshard.config.shared_keys import (
+    COMMON,
+    DEFAULTS,
+    MOST_STEPS,
+    REQUIRED,
+    SHARED,
+)
 from jshard.errors import UserError
 
 # An ml_collections.ConfigDict; type checkers cannot know its keys.
@@ -19,6 +27,7 @@ Config: TypeAlias = Any
 # Keys and groups that define what is trained, on which data, and in which order. A run
 # is not resumed with other values of these.
 MEANING = ("model", "data", "batch_size", "seed")
+_EPOCHS = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?epochs?")
 
 
 def complete(config: Config, recipe: str, where: str = "") -> Config:
@@ -52,6 +61,12 @@ def complete(config: Config, recipe: str, where: str = "") -> Config:
     return ConfigDict(values).lock()
 
 
+def epochs_in(steps: Any) -> Fraction | None:
+    """Returns the epochs of steps such as "3epochs"; None of a number of steps."""
+    found = _EPOCHS.fullmatch(steps) if isinstance(steps, str) else None
+    return Fraction(found[1]) if found else None
+
+
 def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
     """Sets a recipe's values over the shared ones; a ValueError for a bad one."""
     for name, value in config.items(preserve_field_references=True):
@@ -62,6 +77,8 @@ def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
                 raise ValueError(f"{key}={plain!r}: {key} is a group: {members}")
             _merge(values, plain, f"{key}.")
         elif key in SHARED:
+            if key == "steps" and epochs_in(plain) is not None:
+                value = plain = MOST_STEPS  # until the data are known: recipe.epochs
             if not SHARED[key].is_type_of(SHARED[key].cast(plain)):
                 raise ValueError(f"{key}={plain!r}: must be {SHARED[key].possible()}")
             _set(values, key, value)
@@ -148,6 +165,8 @@ def check(config: Config) -> None:
         for key in ("eval_every", "checkpoint.every"):
             if not flat[key]:
                 refuse("checkpoint.best", f"needs --config.{key} above 0")
+    if checkpoint.load_best and not checkpoint.best:
+        refuse("checkpoint.load_best", "needs --config.checkpoint.best")
     if checkpoint.local and not checkpoint.every:
         refuse("checkpoint.local", "needs --config.checkpoint.every above 0")
     if checkpoint.restore_optimizer:

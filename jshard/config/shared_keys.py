@@ -19,11 +19,17 @@ def _policy() -> dict[str, Knob]:
     return found
 
 
+MOST_STEPS = 2**31 - 1  # steps are int32
 _SEED = 2**32 - 1  # the largest seed of NumPy's and Grain's generators
 
 # Keys that every recipe must set; the defaults here are never used.
 REQUIRED = {
-    "steps": Knob(1, "number of optimizer updates", at_least=1),
+    "steps": Knob(
+        1,
+        "number of optimizer updates; or of epochs, rounded up to steps: 3epochs",
+        noun="a whole number, or epochs like 3epochs",
+        at_least=1,
+    ),
     "batch_size": Knob(1, "global batch size, in examples", at_least=1),
 }
 
@@ -81,6 +87,9 @@ DEFAULTS = {
     "checkpoint.best_is": Knob(
         "lowest", "which value of that metric is best", choices=("lowest", "highest")
     ),
+    "checkpoint.load_best": Knob(
+        False, "in Python, end Trainer.fit with the state of the best checkpoint",
+    ),
     "checkpoint.local": Knob(
         0, "steps between copies that hosts keep in case one is lost; 0 keeps none",
         at_least=0,
@@ -90,7 +99,8 @@ DEFAULTS = {
     ),
     "checkpoint.restore": Knob(
         "",
-        "start from these parameters: a run's folder, a checkpoint (Orbax's too), "
+        "start from these parameters: a run's folder, with @best or @STEP at its "
+        "end for another than the newest checkpoint, a checkpoint (Orbax's too), "
         "safetensors, or a Hugging Face folder or name",
         kind=Path, bucket=True, hub="model",
     ),

@@ -1,6 +1,8 @@
 """What `make_data` may return, as a `grain.MapDataset` or a `Stream`."""
 
 import contextlib
+import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -16,6 +18,8 @@ from jshard.data.stream_reader import PartReader
 from jshard.errors import UserError
 
 Dataset: TypeAlias = grain.MapDataset | Stream
+Sets: TypeAlias = Dataset | Mapping[str, Dataset]  # of validation, one or by name
+_ENDLESS = 2**53  # above the examples of any dataset, below those of endless ones
 
 
 def make_training_data(
@@ -30,11 +34,57 @@ def make_training_data(
 
 def make_validation_data(
     make_data: Callable[[Config, str], Any], config: Config
-) -> Dataset | None:
+) -> Sets | None:
     """Returns a recipe's validation data, or None without data or evaluations."""
     if not config.eval_every:
         return None
-    return as_dataset(make_data(config, "validation"), config.seed, repeat=False)
+    data = make_data(config, "validation")
+    return as_sets(data, config.seed, lambda: make_training_data(make_data, config))
+
+
+def as_sets(data: Any, seed: int, training_data: Callable[[], Dataset]) -> Sets | None:
+    """Makes a dataset of validation data, or of a dict one for each of its names.
+
+    A dict of datasets is several sets; one of arrays is one, whose rows are the
+    examples. So is one of dicts of arrays if training examples have any of its keys,
+    as those of preferences have "chosen".
+
+    Raises:
+      UserError: As `as_dataset` does, or a name cannot be that of a metric.
+    """
+    if not _has_sets(data, training_data):
+        return as_dataset(data, seed, repeat=False)
+    found: dict[str, Dataset] = {}
+    for name, one in data.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise UserError(
+                f"make_data returned a validation set called {name!r}: name sets by "
+                "letters, digits and _, for metrics such as eval_NAME_loss"
+            )
+        if (dataset := as_dataset(one, seed, repeat=False)) is None:
+            raise UserError(f"make_data returned None for validation set {name!r}")
+        found[name] = dataset
+    return found
+
+
+def _has_sets(data: Any, training_data: Callable[[], Dataset]) -> bool:
+    """Returns whether validation data are a dict of several sets."""
+    if not isinstance(data, Mapping) or not data:
+        return False
+    values = data.values()
+    if any(hasattr(one, "ndim") for one in values):  # an array
+        return False
+    if not any(map(_may_be_column, values)):
+        return True
+    example = first_example(training_data())
+    return not (isinstance(example, Mapping) and example.keys() & data.keys())
+
+
+def _may_be_column(value: Any) -> bool:
+    """Returns whether a dict's value can be a part of examples as well as a set."""
+    if isinstance(value, list):
+        return bool(value) and not isinstance(value[0], Mapping | tuple)
+    return isinstance(value, Mapping | tuple)
 
 
 def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
@@ -57,6 +107,12 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
     if isinstance(data, Mapping | tuple) and _is_columns(data):
         arrays = to_arrays(data)
         count, read = count_rows(arrays), lambda i: jax.tree.map(lambda x: x[i], arrays)
+    elif isinstance(data, Mapping):
+        raise UserError(
+            f"make_data returned a {kind} of {', '.join(map(repr, data))}, which are "
+            "no arrays: give a dict of arrays; several datasets by name can only be "
+            "validation or test data"
+        )
     elif stream := as_stream(data, repeat=repeat):
         return stream
     elif has_items(data):
@@ -82,6 +138,21 @@ def as_dataset(data: Any, seed: int, *, repeat: bool) -> Dataset | None:
     return examples.seed(seed % 2**32).shuffle().repeat() if repeat else examples
 
 
+def rows_of_epoch(data: Dataset) -> int | None:
+    """Returns how many examples training data have before they repeat.
+
+    None where nothing says so: of a stream, and of a mixture of endless sources.
+    """
+    while not isinstance(data, Stream):
+        if len(data) < _ENDLESS:
+            return len(data)
+        # Of what repeats without an end, and what has one example for each of those.
+        if len(data) != sys.maxsize or len(data.parents) != 1:
+            return None
+        (data,) = data.parents
+    return None
+
+
 def first_example(data: Dataset) -> Any:
     """Returns the first example of a dataset; a stream can still be read."""
     if not isinstance(data, Stream):
@@ -96,5 +167,9 @@ def first_example(data: Dataset) -> Any:
 
 def _is_columns(data: Any) -> bool:
     """Returns whether a dict or tuple holds arrays of at least one dimension alone."""
-    leaves = jax.tree.leaves(data)
-    return bool(leaves) and all(getattr(x, "ndim", 0) > 0 for x in leaves)
+    if isinstance(data, Mapping):
+        data = tuple(data.values())
+    if isinstance(data, tuple):
+        return bool(data) and all(map(_is_columns, data))
+    rows = data if isinstance(data, list) and data else [data]
+    return all(getattr(x, "ndim", 0) > 0 for x in rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint import metadata
-from jshard.checkpoint.buckets.mirror import on_disk
+from jshard.checkpoint.selected.run_address import find_run, names_step
 from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import is_bucket
 from jshard.errors import UserError, some_of
@@ -35,12 +35,14 @@ _TIMM = "architecture"  # transformers has "architectures"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def model_path(text: str | Path) -> Path:
+def model_path(text: str | Path, step: str | None = None) -> Path:
     """Returns a local path, or the folder in the cache of a model on the Hub.
 
     Args:
-      text: A path; the URL of a checkpoint in a bucket, for its local copy; or a name,
-        of which the cache gets config, tokenizer and weights.
+      text: A path; the URL of a checkpoint in a bucket, for its local copy; a run with
+        @best, @newest or @STEP, for the folder of that checkpoint; or a name, of which
+        the cache gets config, tokenizer and weights.
+      step: Which checkpoint of a run is meant, as after the @.
 
     Raises:
       UserError: There is no such name, it has no safetensors, or the Hub does not
@@ -48,7 +50,9 @@ def model_path(text: str | Path) -> Path:
       RunFailed: The disk is full.
     """
     if (name := parse(text)) is None:
-        return on_disk(text)
+        return find_run(text, step)
+    if step is not None:
+        raise UserError(f"--step={step}: {text} is no run, but a name on the Hub")
     folder = local_path(text, (CONFIG, GENERATION, *TOKENIZER, INDEX))
     name = dataclasses.replace(name, commit=folder.name)
     files = weight_files(folder)
@@ -71,7 +75,9 @@ def has_weights(folder: Path) -> bool:
 
 def is_somewhere(text: str | Path) -> bool:
     """Returns whether a path exists; a URL or a name is asked for when it is read."""
-    return is_bucket(text) or parse(text) is not None or Path(text).exists()
+    if is_bucket(text) or parse(text) is not None:
+        return True
+    return Path(text).exists() or names_step(str(text))
 
 
 def is_huggingface(path: Path) -> bool:

@@ -39,6 +39,7 @@ from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
 from jshard.recipe.definition import Recipe
+from jshard.recipe.epochs import set_epochs, take_epochs
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 from jshard.recipe.recipe_path import RECIPE_OPTIONS
@@ -135,11 +136,14 @@ def _plan(argv: list[str]) -> None:
                 config = complete(recipe.get_config(), recipe.name)
                 show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
                 return
-            given = read_keys(recipe, arguments.config_keys)
+            words, epochs = take_epochs(arguments.config_keys, recipe)
+            given = read_keys(recipe, words)
+            config = make_config(recipe, given)
+            set_epochs(recipe, config, epochs)
+            given |= {"steps": config.steps} if epochs else {}
             if arguments.search or arguments.search_keys:
                 _search(arguments, recipe, given)
                 return
-            config = make_config(recipe, given)
             make_cpu_devices(config.mesh.cpu_devices)
             if arguments.trace and find_gpu(where) is None:
                 raise UserError(

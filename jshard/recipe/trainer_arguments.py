@@ -13,13 +13,14 @@ from ml_collections import ConfigDict
 from jshard.cli.formatting import did_you_mean
 from jshard.cli.user_code import describe_user_error
 from jshard.config.overrides import override
-from jshard.config.run_config import Config, check, complete, flatten
+from jshard.config.run_config import Config, check, complete, epochs_in, flatten
 from jshard.config.shared_keys import REQUIRED, SHARED
 from jshard.data.iterables import Once
 from jshard.data.places import state_methods
 from jshard.errors import UserError
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.definition import Recipe, recipe_of
+from jshard.recipe.epochs import set_epochs, take_epochs
 from jshard.recipe.load import find_recipe, load_recipe, own_folder
 from jshard.recipe.make_config import make_config, pin_names
 from jshard.recipe.recipe_path import split_path
@@ -106,15 +107,19 @@ def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
       UserError: A key is missing, unknown, or has an impossible value.
     """
     if isinstance(config, ConfigDict):
+        epochs = epochs_in(config.get("steps"))
         whole = complete(config, recipe.name, "Trainer(config=...)")
     elif not isinstance(config, Mapping | None):
         raise UserError(f"Trainer: config={config!r} must be a dict or a ConfigDict")
-    elif recipe.file is not None or recipe.get_config():
-        return make_config(recipe, flatten(config or {}), workdir)
     else:
-        whole = _only_shared_keys(flatten(config or {}), recipe.name)
+        given, epochs = take_epochs(flatten(config or {}), recipe)
+        if recipe.file is not None or recipe.get_config():
+            whole = make_config(recipe, given, workdir)
+        else:
+            whole = _only_shared_keys(given, recipe.name)
     pin_names(whole, workdir)
     check(whole)
+    set_epochs(recipe, whole, epochs)
     return whole
 
 

@@ -44,8 +44,8 @@ def read_metrics(workdir: Path, having: str = "") -> Iterator[dict[str, Any]]:
         values = _parsed(line)
         if values is None:
             raise UserError(
-                f"{workdir / METRICS}, line {number}, is not a line of metrics: repair "
-                "or remove it"
+                f"{workdir / METRICS}, line {number}, is not a line of "
+                "metrics: repair the file"
             )
         yield values
 

@@ -1,6 +1,7 @@
 """A run's report: one HTML page that works offline."""
 
 import base64
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from html import escape
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.atomic import replace_file
-from jshard.cli.formatting import format_bytes, format_count
+from jshard.checkpoint.selected.best_step import Best, best_of
+from jshard.checkpoint.step_folders import CHECKPOINTS
+from jshard.cli.formatting import format_count
 from jshard.config.run_config import flatten
 from jshard.recipe.recipe_path import short_name, split_path
 from jshard.report.charts import line_chart
@@ -27,6 +30,7 @@ from jshard.report.run_files import (
     read_object,
     read_picture,
 )
+from jshard.report.save_table import format_wait, save_table
 from jshard.report.series import Points, Series
 
 REPORT = "report.html"  # in a run's folder
@@ -37,7 +41,7 @@ _SHOWN = 6  # of these on the page
 _MOST_LEFT_OUT = 20  # lines of damage on the page
 
 # Values of the first step alone, the clock, or the reciprocal of another metric.
-_NO_CHART = ("step", "step_time", "time_to_first_step", "time")
+_NO_CHART = ("step", "epoch", "step_time", "time_to_first_step", "time")
 # Drawn beside the training metric, or listed in a table.
 _NO_CHART_PREFIX = ("eval_", "checkpoint_")
 _NO_CHART_SUFFIX = "_seen"  # rises with the steps
@@ -59,11 +63,18 @@ class _LeftOut:
             self.lines.append(line)
 
 
-def write_report(workdir: Path) -> None:
-    """Writes a run's `report.html` from its config, metrics and notes.
+def write_report(
+    workdir: Path, output: Path | None = None, *, up_to: float = math.inf
+) -> None:
+    """Writes a run's report from its config, metrics, notes and checkpoints.
 
     If one of these files does not exist, its part of the page is left out. So is what
     is damaged, and the page says so: a report ends no run.
+
+    Args:
+      workdir: The run's folder.
+      output: The page to write; by default `report.html` there.
+      up_to: The last step whose metrics it shows.
     """
     config, of_config = read_object(workdir / "config.json")
     notes, of_notes = read_object(workdir / "notes.json")
@@ -72,12 +83,14 @@ def write_report(workdir: Path) -> None:
         left_out.add(line)
     series: dict[str, Series] = {}
     for values in read_numbers(workdir, left_out.add):
+        if values["step"] > up_to:
+            continue
         for name, value in values.items():
             found = series.setdefault(name, Series())
             if value is not None:  # it was not finite
                 found.add(values["step"], value)
-    page = _render(workdir, config, series, notes, left_out)
-    replace_file(workdir / REPORT, printable(page))
+    page = _render(workdir, config, series, notes, left_out, up_to)
+    replace_file(output or workdir / REPORT, printable(page))
 
 
 def _render(
@@ -86,6 +99,7 @@ def _render(
     series: _Series,
     notes: _Object,
     left_out: _LeftOut,
+    up_to: float,
 ) -> str:
     """Returns the page; adds to ``left_out`` what notes are not of a run."""
 
@@ -110,16 +124,20 @@ def _render(
     where += part("resumed", lambda: _resumed(notes))
     where += part("stopped", lambda: _stopped(notes))
     references = part("references", lambda: _references(notes), {})
+    best = part(CHECKPOINTS, lambda: best_of(workdir / CHECKPOINTS), None)
+    if best is not None and best.step > up_to:
+        best = None
+    results = _results(series, references, best)
     sections = [
         line_chart("Loss", _lines(series, "loss"), references=references, wide=True),
-        tiles((value, name) for name, value in _results(series, references).items()),
+        tiles((value, name) for name, value in results.items()),
     ]
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:
         made = part(GENERATED, lambda: _generated(notes[GENERATED]))
         sections.append(section("Samples", made))
-    if checkpoints := _checkpoints(series):
+    if checkpoints := save_table(series, best):
         sections.append(section("Checkpoints", checkpoints))
     if "start_up" in notes:
         text = escape(str(notes["start_up"]))
@@ -253,7 +271,9 @@ def _usual(points: Points) -> Points:
     return [(x, y) for x, y in points if lower / 2 <= y <= 2 * upper]
 
 
-def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]:
+def _results(
+    series: _Series, references: Mapping[str, float], best: Best | None
+) -> dict[str, str]:
     """Returns the run's final numbers as text, the most important first."""
 
     def samples(name: str) -> Points:
@@ -264,6 +284,8 @@ def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]
         return statistics.median(values) if values else None
 
     results = {}
+    if best is not None:
+        results[f"best {best.metric}, at step {best.step}"] = f"{best.value:.4f}"
     if evaluations := samples("eval_loss"):
         step, loss = evaluations[-1]
         results[f"validation loss at step {step}"] = f"{loss:.4f}"
@@ -293,33 +315,8 @@ def _results(series: _Series, references: Mapping[str, float]) -> dict[str, str]
         name = "held up training for a save, median"
         if step_time := median("step_time"):
             name += f"; {blocked / step_time:.1%} of a step"
-        results[name] = _duration(blocked)
+        results[name] = format_wait(blocked)
     return results
-
-
-def _checkpoints(series: _Series) -> str:
-    """Returns a table of the saves, or "" if there are none; of very many, some."""
-    columns = {
-        "size": ("checkpoint_bytes", format_bytes),
-        "held up training": ("checkpoint_blocked", _duration),
-        "written in": ("checkpoint_write_time", _duration),
-    }
-    cells = {
-        (name, step): show(value)
-        for name, (key, show) in columns.items()
-        for step, value in (series[key].samples if key in series else ())
-    }
-    rows = [
-        (str(step), *(cells.get((name, step), "") for name in columns))
-        for step in sorted({step for _, step in cells})
-    ]
-    return table(rows, ["step", *columns], "columns")
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"
 
 
 def _title(name: str) -> str:

@@ -12,6 +12,7 @@ from jshard.checkpoint.buckets.mirror import (
     temporary_folder,
 )
 from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
+from jshard.checkpoint.selected.run_address import names_step
 from jshard.cli.paths import check_path, is_bucket
 from jshard.errors import RunFailed, UserError
 from jshard.run.background import Background
@@ -87,6 +88,12 @@ def open_workdir(
         return None, None
     if not isinstance(workdir, RunInBucket):
         check_path("workdir", workdir, bucket=True)
+        if names_step(str(workdir)):
+            raise UserError(
+                f"workdir={workdir} names a step of a run, which goes on from its "
+                "newest: give the run alone, and step=... to evaluate and predict; a "
+                "new run starts from it by checkpoint.restore"
+            )
         if not is_bucket(workdir):
             return Path(workdir), None
         workdir = RunInBucket(str(workdir))

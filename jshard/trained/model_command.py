@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import jax
 
-from jshard.cli.options import Option
+from jshard.cli.options import STEP, Option
 from jshard.cli.platform import cache_compilations, choose_platform
 from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
@@ -24,6 +24,7 @@ MODEL_OPTIONS = {
         None, "a run's folder, a checkpoint, or a Hugging Face folder or name",
         kind=Path, bucket=True, hub="model", required=True, shown="RUN_OR_DIR",
     ),
+    "step": STEP,
     "config": Option(
         None, "the model's recipe, if it has moved", kind=str, shown="RECIPE",
     ),
@@ -83,6 +84,7 @@ def started(arguments: SimpleNamespace) -> Iterator[TrainedModel]:
                 ema=arguments.ema,
                 base=arguments.base,
                 ignored=arguments.ignore or "",
+                step=arguments.step,
             )
         )
         note(f"model: {model}")

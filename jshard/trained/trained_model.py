@@ -217,12 +217,13 @@ def open_model(
     ema: bool = False,
     base: Path | None = None,
     ignored: str = "",
+    step: str | None = None,
 ) -> Iterator[TrainedModel]:
     """Finds a trained model; use it inside the block, like ``open_recipe``.
 
     Args:
-      path: A run's folder, a folder of checkpoints, one checkpoint, or a Hugging Face
-        folder or name.
+      path: A run's folder, which may end in @best or @STEP, a folder of checkpoints,
+        one checkpoint, or a Hugging Face folder or name.
       recipe: The recipe, if it is not where the run says, or for a Hugging Face folder
         one with another map.
       dtype: Of the weights and of the computation; by default the run's own, and
@@ -231,12 +232,13 @@ def open_model(
       base: What the run's frozen parameters are read from, if they have moved.
       ignored: Unknown keys of a Hugging Face folder's config.json that change nothing,
         like "a,b".
+      step: Which checkpoint of a run: best, newest or a number.
 
     Raises:
       UserError: There is no model, or it is of an unknown architecture, or has no
         averages.
     """
-    path = model_path(path)
+    path = model_path(path, step)
     if is_huggingface(path):
         _check_averages(path, not ema)
         _check_base(path, None, base)
@@ -248,23 +250,23 @@ def open_model(
             config = make_config(opened, {SOURCE: str(path), IGNORED: ignored})
             yield TrainedModel(path, opened, config, dtype or "float32")
         return
-    step = find_step(path)
-    about = metadata.read(step)
+    path = find_step(path)
+    about = metadata.read(path)
     if not about["config"]:
         raise UserError(
-            f"checkpoint {step} has no config of a recipe, which says what the model is"
+            f"checkpoint {path} has no config of a recipe, which says what the model is"
         )
     has_averages = any(name.startswith("ema.") for name in about["arrays"])
-    _check_averages(step, has_averages or not ema)
-    _check_base(step, frozen.source_of(step), base)
-    found = find_recipe_of(step, about["config"], recipe)
+    _check_averages(path, has_averages or not ema)
+    _check_base(path, frozen.source_of(path), base)
+    found = find_recipe_of(path, about["config"], recipe)
     with open_recipe(found) as opened:
         config = complete(opened.get_config(), opened.name)
-        _take(config, about["config"], step)
+        _take(config, about["config"], path)
         # What the run was given may be relative to another folder.
         config.checkpoint.restore = str(base or "")
         yield TrainedModel(
-            step, opened, config, dtype, ema if has_averages else None, base
+            path, opened, config, dtype, ema if has_averages else None, base
         )
 
 

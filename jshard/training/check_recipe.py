@@ -8,7 +8,13 @@ import jax
 from flax import nnx
 
 from jshard.data.batches import TrainingBatches, batches
-from jshard.data.dataset import Dataset, make_training_data, make_validation_data
+from jshard.data.dataset import (
+    Dataset,
+    Sets,
+    make_training_data,
+    make_validation_data,
+    rows_of_epoch,
+)
 from jshard.data.files.noting import noted
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState, describe
@@ -16,6 +22,7 @@ from jshard.data.stream_state import read_state
 from jshard.evaluate.in_runs import RunTasks
 from jshard.fsdp.state import TrainState
 from jshard.recipe import contract
+from jshard.recipe.epochs import describe_epoch
 from jshard.run.loggers.services import check_loggers
 from jshard.run.start import Start
 from jshard.training.agreement import agree, check_shared, facts_of
@@ -40,10 +47,11 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     with noted() as taken:
         train_data = make_training_data(recipe.make_data, config)
         eval_data = make_validation_data(recipe.make_data, config)
-    data = {"train": train_data, "validation": eval_data}
+    data = {"train": train_data, **by_split(eval_data)}
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
     saved = run.stream_state if start.held else read_state(start.texts)
+    run.stream_state = saved  # which a save before the first step stores again
     examples = run.examples if start.held else start.examples
     following = TrainingBatches(
         train_data,
@@ -60,6 +68,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     once = contract.precompute(recipe.precompute, config)
     sample = contract.sample(recipe.sample, config)
     pictures = contract.sample_images(recipe.sample_images, config)
+    read = _note(train_data, saved, first.state, start, processes, config.batch_size)
     checked = RecipeFunctions(
         batches=following,
         learning_rate=contract.learning_rate(recipe.learning_rate, config),
@@ -69,6 +78,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             contract.flops_per_token(recipe.flops_per_token, config),
             done=start.step,
             examples=examples,
+            rows=rows_of_epoch(train_data),
         ),
         precompute=once
         and (lambda state: precompute(once, job.fsdp, state, data, config)),
@@ -79,11 +89,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             recipe.references if jax.process_index() == 0 else None, config
         ),
         find_cause=_cause_finder(run, start.step, examples, train_data),
-        note=("\n" + " " * 16).join(
-            filter(
-                None, [_note(train_data, saved, first.state, start, processes), *taken]
-            )
-        ),
+        note=("\n" + " " * 16).join(filter(None, [read, *taken])),
     )
     check_loggers(config)
     if config.checkpoint.every and run.bucket is None:
@@ -100,13 +106,22 @@ def _note(
     state: StreamState | None,
     start: Start,
     processes: int,
+    batch_size: int,
 ) -> str:
-    """Says how a stream is read; "" of other data."""
+    """Says how a stream is read, or how many steps are an epoch of other data."""
     if not isinstance(data, Stream):
-        return ""
+        rows = rows_of_epoch(data)
+        return describe_epoch(rows, batch_size) if rows else ""
     lost = "; the checkpoint has no state of it: it was read from its start"
     skipped = start.step and state and not saved
     return describe("train", data, state, processes) + (lost if skipped else "")
+
+
+def by_split(data: Sets | None) -> dict[str, Dataset | None]:
+    """Returns validation data by the name of the split, or the split and the set."""
+    if not isinstance(data, Mapping):
+        return {"validation": data}
+    return {f"validation/{name}": one for name, one in data.items()}
 
 
 def _check_agreement(run: PreparedRun, start: Start, data: Mapping[str, Any]) -> None:

@@ -6,6 +6,9 @@ from contextlib import closing, contextmanager
 
 import jax
 
+from jshard.checkpoint.restore import CHECKPOINTS
+from jshard.checkpoint.selected.best_step import best_of
+from jshard.checkpoint.selected.run_address import BEST
 from jshard.cli.formatting import format_duration, one_line
 from jshard.cli.terminal import show
 from jshard.config.run_config import Config
@@ -81,6 +84,8 @@ def train(
     """
     start = _find_start(run)
     if start is None:
+        if (said := _end_at_best(run, keeps_state)) and jax.process_index() == 0:
+            show(said)
         return
     # Everything that can be wrong is found before the folder is written to.
     recipe = check_recipe(run, start)
@@ -122,7 +127,7 @@ def train(
         log.begin(run.state.opt_state)
         step, following = start.step, iter(batches)
         if start.unevaluated:
-            evaluation.evaluate(step)
+            saving.again(step, log, evaluation.evaluate(step))
             following = iter(()) if hooks.ends_after(step) else following
         recipe.throughput.restart()
         for step, batch in enumerate(following, start.step + 1):
@@ -152,6 +157,22 @@ def train(
         hooks.at_end()
     took = format_duration(time.time() - started)
     display.say(one_line(f"done in {took}, report: {run.shown}/report.html"))
+    if said := _end_at_best(run, keeps_state):
+        display.say(said)
+
+
+def _end_at_best(run: PreparedRun, keeps_state: bool) -> str:
+    """Loads the run's best checkpoint, if that is asked for; returns what it is.
+
+    That is "" of a run that keeps none.
+    """
+    options = run.config.checkpoint
+    if not options.best:
+        return ""
+    if options.load_best and keeps_state:
+        run.take(BEST)
+    best = best_of(run.workdir / CHECKPOINTS)
+    return str(best or f"best: no checkpoint has a finite {options.best}")
 
 
 def _find_start(run: PreparedRun) -> Start | None:

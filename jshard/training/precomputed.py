@@ -121,7 +121,7 @@ def precompute(
 def _all_batches(
     data: Mapping[str, Any], config: Config
 ) -> Iterator[Mapping[str, Any]]:
-    """Yields global batches of both splits, as far as the run reads them."""
+    """Yields global batches of all splits, as far as the run reads them."""
     if any(isinstance(x, Stream) for x in data.values()):
         raise UserError(
             "values are computed once for examples that are read again: give make_data "
@@ -131,12 +131,11 @@ def _all_batches(
     yield from batches(
         data["train"], batch_size=size, start_step=0, num_steps=config.steps
     )
-    if data["validation"] is not None:
-        limit = config.eval_batches or None
-        for _, batch in eval_batches(
-            data["validation"], batch_size=size, max_batches=limit
-        ):
-            yield batch
+    limit = config.eval_batches or None
+    for name, one in data.items():
+        if name != "train" and one is not None:
+            for _, batch in eval_batches(one, batch_size=size, max_batches=limit):
+                yield batch
 
 
 def _own_rows(batch: Mapping[str, Any], devices: int, part: int, parts: int) -> Any:

@@ -9,11 +9,13 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.checkpoint.local import LocalCopies
+from jshard.checkpoint.restore import find_step
+from jshard.checkpoint.selected.run_address import find_run
 from jshard.config.run_config import Config
 from jshard.data.batches import Batch
-from jshard.data.position import position_files
+from jshard.data.position import position_files, read_position
 from jshard.data.stream_reader import StreamState
-from jshard.data.stream_state import state_files
+from jshard.data.stream_state import read_state, state_files
 from jshard.distributed.peers import Peers
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
@@ -121,6 +123,22 @@ class PreparedRun:
             self.peers.at("restoring", start.step)
             self.state = source.restore(self.abstract_state)
         return source
+
+    def take(self, step: str | int) -> None:
+        """Makes `state` that of a checkpoint of the run: best, newest or a number.
+
+        Raises:
+          UserError: There is no such checkpoint, or it is damaged.
+        """
+        if self.bucket is not None:
+            self.bucket.refresh()
+        folder = find_step(find_run(self.workdir, step))
+        source = find_source(self.job, self.abstract_state, folder)
+        self.state = None  # never two at once
+        self.state = source.restore(self.abstract_state)
+        number = int(folder.stem)  # the name may have a suffix
+        self.examples = read_position(folder, number, self.config.batch_size)
+        self.stream_state = read_state(folder)
 
     def train_step(self, step: int, batch: Batch) -> Mapping[str, jax.Array]:
         """Trains on this process's part of a batch; does not wait for the devices.

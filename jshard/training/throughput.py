@@ -23,6 +23,7 @@ class Throughput:
         *,
         done: int = 0,
         examples: int = 0,
+        rows: int | None = None,
     ):
         """Starts the clock.
 
@@ -33,10 +34,13 @@ class Throughput:
             or on a device of unknown peak, MFU is left out.
           done: Steps that were made earlier.
           examples: How many examples these have read, in batches of any size.
+          rows: How many examples an epoch has, if that is known.
         """
         self._unit, items = count_items(batch)
         self._items = items * rows_of_process(mesh)[1]
-        self._done, self._seen = done, examples * (items // count_rows(batch))
+        items_of_row = items // count_rows(batch)
+        self._done, self._seen = done, examples * items_of_row
+        self._epoch = rows and rows * items_of_row
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._flops = flops_per_token if self._unit == "tokens" else None
         self._peak = peak * mesh.size if peak else None
@@ -58,9 +62,10 @@ class Throughput:
         self._since += pause
 
     def seen(self, step: int) -> dict[str, float]:
-        """Returns how many tokens or examples the first steps of a run have read."""
+        """Returns how much the first steps of a run have read: in items, and epochs."""
         seen = self._seen + (step - self._done) * self._items
-        return {f"{self._unit}_seen": seen}
+        epochs = {"epoch": seen / self._epoch} if self._epoch else {}
+        return {f"{self._unit}_seen": seen, **epochs}
 
     def measure(self, steps: int, *, drained: bool = False) -> dict[str, float]:
         """Returns the metrics of steps that are complete now.

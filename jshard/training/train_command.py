@@ -19,6 +19,7 @@ from jshard.config.overrides import keys_help
 from jshard.config.run_config import complete
 from jshard.distributed.cluster import Cluster
 from jshard.distributed.job import join
+from jshard.recipe.epochs import set_epochs, take_epochs
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
 from jshard.run.bucket import open_workdir
@@ -41,7 +42,7 @@ def train(
         if platform and peers.index == 0:
             show(f"jshard: {platform}", error=True)
         folder, bucket = open_workdir(arguments.workdir)
-        words = arguments.config_keys
+        words, epochs = take_epochs(arguments.config_keys, recipe)
         names = pin_words(recipe, words, folder) if peers.index == 0 else {}
         words |= json.loads(peers.publish("names", json.dumps(names)))
         keys = read_keys(recipe, words, folder)
@@ -58,6 +59,7 @@ def train(
         # A slow import, left until the mistakes above have been reported.
         from jshard.training.trainer import Trainer
 
+        set_epochs(recipe, config, epochs)
         trainer = Trainer(recipe, config=config, workdir=bucket or folder, peers=peers)
         waited["imports"] = time.time() - started - sum(waited.values())
         trainer.fit(started=started, waited=waited, keeps_state=False)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jshard.config.policy_keys import write_policy
 from jshard.config.run_config import Config
-from jshard.data.dataset import as_dataset
+from jshard.data.dataset import as_dataset, as_sets, make_training_data
 from jshard.distributed.peers import Members, Peers
 from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP as _FSDP
@@ -193,26 +193,40 @@ class Trainer:
         """The lines of the run's `metrics.jsonl` so far."""
         return list(read_metrics(self.workdir))
 
-    def evaluate(self, data: Any = None) -> dict[str, float]:
+    def evaluate(
+        self, data: Any = None, *, step: str | int | None = None
+    ) -> dict[str, float]:
         """Returns the means of the loss and its metrics over all examples.
 
         Args:
           data: What `make_data` may return; by default the validation data.
+          step: Takes the state of this checkpoint first: "best", "newest" or a number.
+            By default the state stays; `fit` goes on from the newest in any case.
 
         Returns:
-          `eval_loss` and so on; and `eval_ema_loss` if the state has averages.
+          `eval_loss` and so on; and `eval_ema_loss` if the state has averages. Of
+          several sets by name, `eval_NAME_loss` too, and `eval_loss` over all of them.
 
         Raises:
-          UserError: There are no data, or they cannot be evaluated on.
+          UserError: There are no data, they cannot be evaluated on, or there is no such
+            checkpoint.
         """
-        return self._evaluate(data, "validation")
+        return self._evaluate(data, "validation", step)
 
-    def test(self, data: Any = None) -> dict[str, float]:
+    def test(
+        self, data: Any = None, *, step: str | int | None = None
+    ) -> dict[str, float]:
         """Returns `test_loss` and so on: like `evaluate`, on the test data."""
-        values = self._evaluate(data, "test")
+        values = self._evaluate(data, "test", step)
         return {f"test{name.removeprefix('eval')}": x for name, x in values.items()}
 
-    def predict(self, data: Any, fn: Callable[[Any, Any], Any] | None = None) -> Any:
+    def predict(
+        self,
+        data: Any,
+        fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        step: str | int | None = None,
+    ) -> Any:
         """Returns a row for each example, in order, as NumPy arrays.
 
         Of several processes each returns the rows of its part: put one after the other,
@@ -224,19 +238,24 @@ class Trainer:
           fn: `fn(model, batch)` returns arrays with a row for each of a device's
             examples; by default the recipe's `predict_fn`, or the model called with
             `batch["inputs"]`.
+          step: As for `evaluate`.
 
         Raises:
           UserError: The data are empty or unsuitable, or `fn` does not return rows.
         """
-        batches = list(self.predict_batches(data, fn))
+        batches = list(self.predict_batches(data, fn, step=step))
         return jax.tree.map(lambda *rows: np.concatenate(rows), *batches)
 
     def predict_batches(
-        self, data: Any, fn: Callable[[Any, Any], Any] | None = None
+        self,
+        data: Any,
+        fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        step: str | int | None = None,
     ) -> Iterator[Any]:
         """Yields the rows of `predict`, one batch after the other."""
         with self._within():
-            run = self._with_state()
+            run = self._with_state(step)
             if isinstance(data, str):
                 data = self._recipe.make_data(self.config, data)
             dataset = as_dataset(data, self.config.seed, repeat=False)
@@ -245,8 +264,7 @@ class Trainer:
             fn = fn or self._recipe.predict_fn or predict_inputs
             if fn not in self._steps:
                 self._steps[fn] = run.job.fsdp.predict_step(checked(fn))
-            step = self._steps[fn]
-            rows = predictions(run, run.state, step, dataset)
+            rows = predictions(run, run.state, self._steps[fn], dataset)
         # Only within it while this generator runs, not while its user does.
         while True:
             with self._within():
@@ -255,15 +273,18 @@ class Trainer:
                 return
             yield batch
 
-    def _evaluate(self, data: Any, split: str) -> dict[str, float]:
+    def _evaluate(
+        self, data: Any, split: str, step: str | int | None
+    ) -> dict[str, float]:
         with self._within():
-            run = self._with_state()
+            run = self._with_state(step)
             if data is None:
                 data = self._recipe.make_data(self.config, split)
             if data is None:
                 raise UserError(f"there are no {split} data: give {split}_data")
-            dataset = as_dataset(data, self.config.seed, repeat=False)
-            return prepare_evaluation(run, dataset, self._steps)(run.state)
+            trained = lambda: make_training_data(self._recipe.make_data, self.config)
+            sets = as_sets(data, self.config.seed, trained)
+            return prepare_evaluation(run, sets, self._steps)(run.state)
 
     @contextmanager
     def _within(self) -> Iterator[None]:
@@ -292,9 +313,11 @@ class Trainer:
             self.config = self._run.config  # what was open is chosen
         return self._run
 
-    def _with_state(self) -> PreparedRun:
+    def _with_state(self, step: str | int | None = None) -> PreparedRun:
         run = self._ready()
-        if not run.alive():
+        if step is not None:
+            run.take(step)
+        elif not run.alive():
             source = run.restore(run.find_start())
             if run.state is None:
                 run.state = source.start(run.job, run.abstract_state)

@@ -182,8 +182,9 @@ def test_shards_in_host_memory_of_a_gpu_are_copied(monkeypatch):
 
 def test_verifying_values_reads_every_chunk(there):
     values = np.arange(4 * 8 * 1024, dtype=np.float32).reshape(8, -1)
-    arrays.write(there, arrays.on_host({"a": sharded(values)}), 0, 1)
-    arrays.verify_values(there, ["a"])
+    state = {"a": sharded(values), "a_scalar": jnp.ones(())}
+    arrays.write(there, arrays.on_host(state), 0, 1)
+    arrays.verify_values(there, state)
     paths = [path for path in there.paths(arrays.ARRAYS) if "/d/" in path]
     for path in paths:
         content, _ = there.read(path)

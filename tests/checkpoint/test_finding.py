@@ -93,18 +93,18 @@ def test_a_step_that_a_network_shows_late_is_waited_for(several, tmp_path, monke
     make(tmp_path, "3")
     seen = itertools.chain([True, False, False, True], itertools.repeat(True))
     monkeypatch.setattr(Path, "exists", lambda self: next(seen))
-    restore._wait_until_seen(tmp_path / "3")
+    restore.wait_until_seen(tmp_path / "3")
     assert several.slept == [0.1, 0.1]
 
 
 def test_a_step_that_a_process_does_not_see_is_refused_after_a_while(several, tmp_path):
     several.first, several.all = np.int32(1), [1, 0, 1]
     with pytest.raises(UserError, match="process 1 does not see checkpoint"):
-        restore._wait_until_seen(tmp_path / "3")
+        restore.wait_until_seen(tmp_path / "3")
     assert sum(several.slept) == pytest.approx(30.0, abs=0.11)
     several.slept.clear()
     several.first = np.int32(0)  # process 0 does not see it: it is damaged for all
-    restore._wait_until_seen(tmp_path / "3")
+    restore.wait_until_seen(tmp_path / "3")
     assert several.slept == []
 
 

@@ -62,6 +62,7 @@ def test_a_line_of_metrics_says_what_its_step_did_and_how_fast(finished):
     assert [line["step"] for line in metrics] == [1, 2, 3, 3, 4, 5, 6, 6, 6]
     first, second, *_, last, evaluation, checkpoint = metrics
     names = ["step", "time", "loss", "grad_norm", "learning_rate", "examples_seen"]
+    names += ["epoch"]
     assert list(first) == [*names, "time_to_first_step"]
     assert list(second) == [*names, "step_time", "examples_per_second", "data_wait"]
     assert list(evaluation) == ["step", "time", "eval_loss"]

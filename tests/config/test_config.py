@@ -37,8 +37,8 @@ def test_help_says_what_each_key_means_and_what_it_may_be():
     meaning = "\n          of the stream (a whole number, at least 1)\n"
     assert f"  --config.model.width=8{meaning}" in text
     assert (
-        "steps=10\n          number of optimizer updates (a whole number, at least 1)"
-        in text
+        "batch_size=8\n          global batch size, in examples (a whole number, at "
+        "least 1)" in text
     )
     assert "optimizer or all)" in text  # policy.offload
     assert text.index("model.name") < text.index("checkpoint.every")  # its own first

@@ -14,11 +14,11 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1213,
+    "commands": 1279,
     "surface": 677,
-    "plan": 5292,
-    "training": 15607,
-    "checkpoint": 6500,
+    "plan": 5296,
+    "training": 15953,
+    "checkpoint": 6759,
     "generation": 1214,
     "start-up note": 444,
     "fsdp": 2476,
@@ -29,7 +29,7 @@ MOST_LINES = {
     "collectives": 711,
     "layout": 2489,
     "distributed": 1907,
-    "cli": 768,
+    "cli": 774,
     "compat": 1030,
     "parallel": 564,
     "ground": 1560,

@@ -248,7 +248,7 @@ def verify_values(step: Objects, names: Iterable[str]) -> None:
                 read=True,
                 context=context,
             ).result()
-            chunk: Any = array.chunk_layout.read_chunk.shape
+            chunk: Any = array.chunk_layout.read_chunk.shape or ()  # None of a scalar
             starts = (range(0, n, c) for n, c in zip(array.shape, chunk, strict=True))
             for corner in itertools.product(*starts):
                 ends = map(min, map(add, corner, chunk), array.shape)

@@ -10,7 +10,9 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from jshard.checkpoint import manifest, step_folders
@@ -38,17 +40,46 @@ def on_disk(path: str | Path) -> Path:
     """
     if not is_bucket(path):
         return Path(path).expanduser()
-    objects, local = Objects(str(path), AT_START), temporary_folder(str(path))
-    try:
+    if (local := _fetched(str(path))) is None:
+        raise UserError(f"{path} holds no checkpoint")
+    return local
+
+
+def holds_checkpoints(url: str) -> bool:
+    """Returns whether there is a run, a folder of checkpoints or one checkpoint.
+
+    Raises:
+      UserError: The bucket cannot be read.
+    """
+    objects = Objects(url.rstrip("/"), AT_START)
+    with _readable(url):
+        return bool(
+            objects.read(manifest.FILE)[0] is not None
+            or step_list.read(objects.below(CHECKPOINTS))
+            or step_list.read(objects)
+        )
+
+
+def _fetched(url: str) -> Path | None:
+    """Returns the local copy of the run or checkpoint at a URL, if there is one."""
+    objects, local = Objects(url, AT_START), temporary_folder(url)
+    with _readable(url):
         if objects.read(manifest.FILE)[0] is not None:
             step = _step_in(local, objects.url)
             _fetch_step(objects, step)
             return step
         if fetch_run(objects, local) or fetch_steps(objects, local):
             return local
+    return None
+
+
+@contextmanager
+def _readable(url: str) -> Iterator[None]:
+    """Makes what a bucket answers a UserError."""
+    try:
+        yield
     except BucketError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    raise UserError(f"{path} holds no checkpoint")
+        raise UserError(f"cannot read {url}: {error.strerror}") from error
 
 
 def _step_in(local: Path, url: str) -> Path:

@@ -1,6 +1,7 @@
 """Examples of images: pixels, targets and a weight."""
 
 import functools
+import sys
 from typing import Any
 
 import grain
@@ -121,17 +122,29 @@ def mixup(examples: grain.MapDataset, alpha: float, seed: int) -> grain.MapDatas
       alpha: Of the distribution; 0 mixes nothing.
       seed: Determines the parts.
     """
-    if not alpha:
-        return examples
+    return _Mixed(examples, alpha, seed) if alpha else examples
 
-    @functools.lru_cache(_KEPT)  # the partner is the next example of the same batch
-    def read(index: int) -> dict[str, Any]:
-        found: Any = examples[index]
-        return found
 
-    def mixed(index: int) -> dict[str, Any]:
-        one, other = read(index), read(index ^ 1)
-        part = np.random.default_rng((seed, index >> 1)).beta(alpha, alpha)
+class _Mixed(grain.MapDataset):
+    """What `mixup` returns, a transformation that keeps the number of examples."""
+
+    def __init__(self, examples: grain.MapDataset, alpha: float, seed: int):
+        super().__init__(examples)
+        self._alpha, self._seed = alpha, seed
+        # The partner is the next example of the same batch.
+        self._read = functools.lru_cache(_KEPT)(lambda index: examples[index])
+        endless = len(examples) == sys.maxsize
+        self._length = len(examples) if endless else len(examples) // 2 * 2
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        one, other = self._read(index), self._read(index ^ 1)
+        rng = np.random.default_rng((self._seed, index >> 1))
+        part = rng.beta(self._alpha, self._alpha)
 
         def mix(name: str) -> np.ndarray:
             values = part * one[name] + (1 - part) * other[name]
@@ -140,8 +153,6 @@ def mixup(examples: grain.MapDataset, alpha: float, seed: int) -> grain.MapDatas
             return values.astype(kind)
 
         return {**one, "image": mix("image"), "targets": mix("targets")}
-
-    return grain.MapDataset.range(len(examples) // 2 * 2).map(mixed)
 
 
 def noise(size: int, channels: int, classes: int, seed: int) -> grain.MapDataset:

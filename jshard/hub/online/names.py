@@ -1,7 +1,8 @@
 """Names on the Hugging Face Hub, told apart from local paths.
 
 ORG/NAME or ORG/NAME@REVISION is a model at a branch, a tag or a commit. hf:// may stand
-before it, and must where a local path of the same form exists, which comes first.
+before it, and must where a local path of the same form exists, which comes first, as
+does RUN@STEP of a local run.
 hf://datasets/ORG/NAME@REVISION/PATH is a file or a folder of a dataset. A dataset that
 is streamed has a name like a model's, too.
 """
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from jshard.checkpoint.selected.run_address import names_step
 from jshard.errors import UserError
 
 COMMIT = re.compile(r"@([0-9a-f]{40})(?=/|$)")
@@ -76,6 +78,8 @@ def parse(text: str | Path, kind: str = "model") -> Name | None:
             )
         return None
     if not match["scheme"] and (kind == "dataset" or os.path.exists(text)):
+        return None
+    if not match["scheme"] and kind == "model" and names_step(str(text)):
         return None
     needed = "model" if kind == "model" else "dataset"
     bare = kind == "stream" and not match["scheme"]

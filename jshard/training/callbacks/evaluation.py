@@ -1,13 +1,14 @@
 """Evaluations, traced before the first step to find mistakes early."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jshard.cli.formatting import did_you_mean
 from jshard.data.batches import eval_batches, has_weights
+from jshard.data.dataset import Dataset, Sets
 from jshard.errors import RunFailed, UserError
 from jshard.evaluate.in_runs import RunTasks
 from jshard.fsdp.state import TrainState
@@ -57,7 +58,7 @@ class Evaluation:
 
 def prepare_evaluation(
     run: PreparedRun,
-    data: Any,
+    data: Sets | None,
     steps: dict[Any, Any] | None = None,
     tasks: RunTasks | None = None,
 ) -> Callable[[TrainState], dict[str, float]]:
@@ -68,11 +69,12 @@ def prepare_evaluation(
 
     Returns:
       A function from a state to the means over all examples: `eval_loss` and so on,
-      and `eval_ema_loss` and so on if the state has averaged parameters.
+      and `eval_ema_loss` and so on if the state has averaged parameters. Of data by
+      name also those over each set, `eval_NAME_loss`.
 
     Raises:
-      UserError: The data cannot be evaluated on, or `checkpoint.best` names none of
-        the means.
+      UserError: The data cannot be evaluated on, two metrics have one name, or
+        `checkpoint.best` names none of them.
     """
     fsdp, loss_fn, reader = run.job.fsdp, run.job.recipe.loss_fn, run.reader()
     steps = {} if steps is None else steps
@@ -80,6 +82,18 @@ def prepare_evaluation(
         steps[loss_fn] = fsdp.eval_step(loss_fn, run.config.seed)
     eval_step = steps[loss_fn]
     limit = run.config.eval_batches or None
+    sets = data if isinstance(data, Mapping) else {"": data}
+
+    def total_of(state: TrainState, dataset: Dataset | None) -> Any:
+        total: Any = 0
+        for factor, batch in eval_batches(dataset, max_batches=limit, **reader):
+            previous = total
+            means = eval_step(state, fsdp.shard_batch(run.filled(batch)))
+            if factor < 0 and has_weights(batch) and means.leaves_out():
+                continue  # the copies weighed nothing
+            total = total + (means if factor == 1 else means.scaled(factor))
+            jax.block_until_ready(previous)  # run one batch ahead, as in training
+        return total
 
     def evaluate(state: TrainState) -> dict[str, float]:
         states = {"eval": state}
@@ -87,34 +101,53 @@ def prepare_evaluation(
             states["eval_ema"] = state.with_ema_params()
         values = {}
         for prefix, state in states.items():
-            total: Any = 0
-            for factor, batch in eval_batches(data, max_batches=limit, **reader):
-                previous = total
-                means = eval_step(state, fsdp.shard_batch(run.filled(batch)))
-                if factor < 0 and has_weights(batch) and means.leaves_out():
-                    continue  # the copies weighed nothing
-                total = total + (means if factor == 1 else means.scaled(factor))
-                jax.block_until_ready(previous)  # run one batch ahead, as in training
-            means = total.compute()
+            totals = {name: total_of(state, one) for name, one in sets.items()}
+            whole: Any = sum(totals.values())
+            totals = {"": whole} | totals
             scores = tasks(state) if tasks else {}
-            values |= {f"{prefix}_{k}": x for k, x in (means | scores).items()}
-            if not total.counted():
-                raise RunFailed(
-                    f"{prefix}_loss counts nothing: the counts of all its Means are 0; "
-                    "look at what loss_fn counts, and at weights in the validation data"
-                )
+            for name, total in totals.items():
+                of_set = _joined(prefix, name)
+                found = total.compute() | (scores if not name else {})
+                values |= {f"{of_set}_{key}": x for key, x in found.items()}
+                if not total.counted():
+                    raise RunFailed(
+                        f"{of_set}_loss counts nothing: the counts of all its Means "
+                        "are 0; look at what loss_fn counts, and at weights in the "
+                        "validation data"
+                    )
         return values
 
-    first = eval_batches(data, max_batches=limit, num_threads=0, **reader)
-    batch = fsdp.shard_batch(next(first)[1])
-    means = jax.eval_shape(eval_step, run.abstract_state, batch)
-    prefixes = ["eval"] if run.abstract_state.ema is None else ["eval", "eval_ema"]
-    own = ("loss", *means.metrics, *(tasks.names if tasks else ()))
-    names = [f"{prefix}_{name}" for prefix in prefixes for name in own]
-    best = run.config.checkpoint.best
+    traced = {}
+    for name, one in sets.items():
+        first = eval_batches(one, max_batches=limit, num_threads=0, **reader)
+        batch = fsdp.shard_batch(next(first)[1])
+        traced[name] = jax.eval_shape(eval_step, run.abstract_state, batch)
+    any_set = next(iter(traced.values()))
+    own = {"": ("loss", *any_set.metrics, *(tasks.names if tasks else ()))}
+    own |= {name: ("loss", *means.metrics) for name, means in traced.items() if name}
+    _check_names(own, run.config.checkpoint.best, run.abstract_state.ema is not None)
+    return evaluate
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}_{name}" if name else prefix
+
+
+def _check_names(own: Mapping[str, Sequence[str]], best: str, averages: bool) -> None:
+    """Checks the names of metrics, by the set that they are of."""
+
+    def named(prefix: str) -> list[str]:
+        return [f"{_joined(prefix, one)}_{key}" for one in own for key in own[one]]
+
+    names = named("eval") + named("eval_ema")  # the latter are taken in any case
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            f"two metrics of evaluations are called {twice[0]}: give another name to "
+            f"one of the validation sets {', '.join(filter(None, own))}"
+        )
+    names = names if averages else named("eval")
     if best and best not in names:
         raise UserError(
             f"--config.checkpoint.best={best}: evaluations have no such metric; they "
             f"have {', '.join(names)}{did_you_mean(best, names)}"
         )
-    return evaluate

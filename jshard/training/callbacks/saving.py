@@ -85,6 +85,14 @@ class Saving(AbstractContextManager):
         if last or best or (options.every and step % options.every == 0):
             self.save(step, log, evaluated)
 
+    def again(self, step: int, log: StepLog, evaluated: Mapping[str, float]) -> None:
+        """Saves the state that a run resumed from, if its evaluation was missing.
+
+        Otherwise it could not be the best one.
+        """
+        if self._run.config.checkpoint.best:
+            self.save(step, log, evaluated)
+
     def save(
         self, step: int, log: StepLog, evaluated: Mapping[str, float] | None = None
     ) -> None:

@@ -1,0 +1,59 @@
+"""Writes a run's report: `python -m jshard.report RUN [--step=best]`."""
+
+import math
+from pathlib import Path
+
+from jshard.checkpoint.restore import is_step
+from jshard.checkpoint.selected.run_address import find_run
+from jshard.checkpoint.step_folders import CHECKPOINTS
+from jshard.cli.command import run_command
+from jshard.cli.options import STEP, Command, Option
+from jshard.cli.paths import is_bucket
+from jshard.cli.platform import use_cpu
+from jshard.cli.terminal import show
+from jshard.errors import UserError
+from jshard.report.run_files import METRICS
+from jshard.report.run_report import REPORT, write_report
+
+COMMAND = Command(
+    "report",
+    "Writes the report of a run, killed or not, as it is or was at a step.",
+    {
+        "PATH": Option(
+            None, "a run's folder", kind=Path, required=True, bucket=True
+        ),
+        "step": STEP,
+        "output": Option(
+            None, "the page; by default report.html in the run's folder, or of a step "
+            "report-STEP.html there; of a bucket, in this folder",
+            kind=Path, shown="FILE",
+        ),
+    },
+)  # fmt: skip
+
+
+def main() -> None:
+    """Runs the command line; exits 0 done, 2 bad input, 1 anything else."""
+    run_command(_report)
+
+
+def _report(argv: list[str]) -> None:
+    arguments = COMMAND.parse(argv)
+    use_cpu()
+    path, up_to, name = find_run(arguments.PATH, arguments.step), math.inf, REPORT
+    if is_step(path) and path.parent.name == CHECKPOINTS:
+        path, step = path.parents[1], int(path.stem)  # the name may have a suffix
+        up_to, name = step, f"report-{step}.html"
+    if not (path / METRICS).exists():
+        raise UserError(f"{arguments.PATH} is no run's folder: it has no {METRICS}")
+    folder = Path() if is_bucket(arguments.PATH) else path
+    output = arguments.output or folder / name
+    try:
+        write_report(path, output, up_to=up_to)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from error
+    show(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()
