@@ -29,7 +29,7 @@ def rate_keys(warmup_steps: int) -> dict[str, Key]:
         ),
         "warmup_steps": Key(
             warmup_steps,
-            "steps of linear warm-up (Hugging Face: 0); half of a run that has not "
+            "steps of linear warm-up (Hugging Face: 0), or half of a run that has no "
             "more than these",
             at_least=0,
         ),
