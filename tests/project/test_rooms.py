@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1213,
     "surface": 677,
     "plan": 5292,
-    "training": 15784,
+    "training": 15786,
     "checkpoint": 6500,
     "generation": 1214,
     "start-up note": 444,

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jshard
+from jshard.recipe import contract
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.rate_schedule import rate_schedule
@@ -135,3 +136,12 @@ def test_by_default_the_rates_are_those_that_the_recipes_were_measured_with(fine
 def test_a_schedule_that_does_not_fit_the_run_is_refused(given, said):
     with pytest.raises(jshard.UserError, match=re.escape(said)):
         rate_schedule(**{"name": "cosine", "peak": 1.0, "steps": 20} | given)
+
+
+def test_a_decay_longer_than_the_run_is_not_taken_for_a_warm_up(finetune):
+    given = {"steps": 4, "optimizer.schedule": "wsd", "optimizer.decay_steps": 9}
+    config = make_config(finetune, given)
+    with pytest.raises(
+        jshard.UserError, match=r"optimizer\.decay_steps=9: must be at m"
+    ):
+        contract.learning_rate(finetune.learning_rate, config)
