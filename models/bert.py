@@ -43,6 +43,8 @@ class BertConfig:
       activation: "gelu", "gelu_tanh" or "relu".
       pooler: whether there are weights for ``pooled``.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
+      label_smoothing: of the targets of the loss, as in ``jshard.nn.cross_entropy``.
+      z_loss: likewise.
       attention: "auto", "cudnn", "blockwise" or "xla" of
         ``jshard.nn.dot_product_attention``.
       max_segments: the most documents of a row, padding included; 0 is unknown.
@@ -62,6 +64,8 @@ class BertConfig:
     activation: str = "gelu"
     pooler: bool = False
     loss_chunk: int = 1024
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     attention: str = "auto"
     max_segments: int = 0
     dtype: Any = None
@@ -212,7 +216,13 @@ class Bert(nnx.Module):
         x_BMD = jnp.take_along_axis(x_BSD, places_BM[..., None], axis=1)
         x_BME, table_EV = self._with_bias(x_BMD, embed)
         return jshard.nn.cross_entropy(
-            x_BME, table_EV, targets_BM, weights_BM, chunk=self.config.loss_chunk
+            x_BME,
+            table_EV,
+            targets_BM,
+            weights_BM,
+            chunk=self.config.loss_chunk,
+            label_smoothing=self.config.label_smoothing,
+            z_loss=self.config.z_loss,
         )
 
     def encode(

@@ -38,7 +38,7 @@ class Decoder(nnx.Module):
     """Tokens to logits; ``loss`` for training, without the logits of a whole batch.
 
     A model defines ``features`` and ``init_cache``, and has a ``config`` with
-    ``loss_chunk``.
+    ``loss_chunk``, ``label_smoothing`` and ``z_loss``.
     """
 
     config: Any
@@ -104,8 +104,8 @@ class Decoder(nnx.Module):
     ) -> jshard.Mean | jshard.Loss:
         """Returns the cross-entropy in nats, a Mean weighted by ``weights_BT``.
 
-        A model's penalty is added, if it has one. Arguments and errors are as for
-        ``__call__``.
+        Smoothing of labels and z-loss are the config's. A model's penalty is added, if
+        it has one. Arguments and errors are as for ``__call__``.
         """
         check_tokens(tokens_BT, positions_BT, segment_ids_BT)
         packed = positions_BT, segment_ids_BT
@@ -118,6 +118,8 @@ class Decoder(nnx.Module):
             chunk=self.config.loss_chunk,
             soft_cap=out.soft_cap,
             vocabulary=self.config.vocab_size,
+            label_smoothing=self.config.label_smoothing,
+            z_loss=self.config.z_loss,
         )
         return cross_entropy if out.penalty is None else cross_entropy + out.penalty
 

@@ -39,6 +39,8 @@ class GPTConfig:
       dropout: rate, on embeddings and on each residual branch.
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
+      label_smoothing: of the targets of the loss, as in ``jshard.nn.cross_entropy``.
+      z_loss: likewise.
       attention: "auto", "xla" or "cudnn"; see ``jshard.nn.dot_product_attention``.
       max_segments: the most documents of a packed row, padding included; 0 is unknown.
       dtype: of the computation; None is that of the parameters, or what a policy says.
@@ -53,6 +55,8 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True
     loss_chunk: int = 1024
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     attention: str = "auto"
     max_segments: int = 0
     dtype: Any = None

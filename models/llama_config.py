@@ -42,6 +42,8 @@ class LlamaConfig:
       norm_eps: added to the mean square in RMSNorm.
       tied: whether the head is the transposed embedding.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
+      label_smoothing: of the targets of the loss, as in ``jshard.nn.cross_entropy``.
+      z_loss: likewise.
       mlp_tile: tokens per device whose hidden activations exist at a time; 0 is all.
       attention: "auto", "cudnn", "blockwise" or "xla" of
         ``jshard.nn.dot_product_attention``.
@@ -124,6 +126,8 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tied: bool = False
     loss_chunk: int = 1024
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     mlp_tile: int = 0
     attention: str = "auto"
     dtype: Any = None

@@ -232,7 +232,13 @@ class T5(nnx.Module):
         tokens_BT = jnp.concatenate([start_B1, targets_BT[:, :-1]], axis=1)
         x_BTD, head_DV = self._features(inputs_BS, tokens_BT, mask_BS)
         return jshard.nn.cross_entropy(
-            x_BTD, head_DV, targets_BT, weights_BT, chunk=self.config.loss_chunk
+            x_BTD,
+            head_DV,
+            targets_BT,
+            weights_BT,
+            chunk=self.config.loss_chunk,
+            label_smoothing=self.config.label_smoothing,
+            z_loss=self.config.z_loss,
         )
 
     def encode(self, inputs_BS: jax.Array, mask_BS: jax.Array, length: int) -> T5Cache:

@@ -31,6 +31,8 @@ class T5Config:
       norm_eps: added to the mean square in RMSNorm.
       dropout: rate, on embeddings, residual branches and final features.
       loss_chunk: tokens per device whose logits exist at a time in the loss.
+      label_smoothing: of the targets of the loss, as in ``jshard.nn.cross_entropy``.
+      z_loss: likewise.
       start_token: the decoder's first input token.
       dtype: of the computation; None is that of the parameters, or what a policy says.
       param_dtype: of the parameters.
@@ -50,6 +52,8 @@ class T5Config:
     norm_eps: float = 1e-6
     dropout: float = 0.0
     loss_chunk: int = 1024
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     start_token: int = 0
     dtype: Any = None
     param_dtype: Any = jnp.float32

@@ -44,7 +44,7 @@ def get_config() -> ConfigDict:
         "gelu", "activation of the MLP", choices=tuple(ACTIVATIONS)
     )
     config.model.pooler = Key(False, "whether the first token has a pooler")
-    for key in gpt.STREAMED:
+    for key in ("train_on", *gpt.STREAMED):
         del config.data[key]
     config.data.mask_rate = Key(
         0.15, "share of the tokens to restore", above=0, below=1

@@ -23,6 +23,7 @@ from jshard.generation import continue_prompts
 from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
+from jshard.recipe.rate_keys import learning_rate, rate_keys
 
 # Keys of data that are streamed, which recipes that change each text do not take.
 STREAMED = ("dataset", "config", "split", "validation_rows", "shuffle_rows")
@@ -53,6 +54,7 @@ def get_config() -> ConfigDict:
                 "loss_chunk": Key(
                     1024, "tokens per device whose logits exist at a time", at_least=1
                 ),
+                **loss_keys(),
                 "attention": Key(
                     "auto",
                     "attention kernel; auto picks the fastest one available",
@@ -61,10 +63,27 @@ def get_config() -> ConfigDict:
             },
             "optimizer": {
                 "learning_rate": 3e-3,
-                "warmup_steps": 40,
-                "weight_decay": 0.1,
+                **rate_keys(warmup_steps=40),
+                "weight_decay": Key(
+                    0.1,
+                    "weight decay, multiplied by the learning rate (Hugging Face: 0)",
+                    at_least=0,
+                    at_most=1000,
+                ),
+                "decay_norms": Key(
+                    False,
+                    "whether biases, norms and DoRA's magnitudes decay, too (MaxText: "
+                    "all, PEFT under Hugging Face's Trainer: the magnitudes)",
+                ),
                 "clip_norm": 1.0,
-                "b2": 0.95,
+                "b1": 0.9,
+                "b2": Key(
+                    0.95,
+                    "decay of the second moment (Hugging Face: 0.999)",
+                    at_least=0,
+                    below=1,
+                ),
+                "eps": 1e-8,
                 "moment_dtype": Key(
                     "float32", "dtype of AdamW's state", choices=("float32", "bfloat16")
                 ),
@@ -123,6 +142,11 @@ def get_config() -> ConfigDict:
                 "pack": Key(
                     False, "pack whole documents, which do not attend to each other"
                 ),
+                "train_on": Key(
+                    "answers",
+                    "tokens of chats that are trained on; all is the default of TRL",
+                    choices=("answers", "all"),
+                ),
                 "max_segments": Key(
                     0,
                     "most documents in a packed row, counting padding; 0 is any number",
@@ -142,26 +166,36 @@ def get_config() -> ConfigDict:
     )
 
 
+def loss_keys():
+    """Returns the keys of the loss that all recipes of texts have in a group model."""
+    return {
+        "label_smoothing": Key(
+            0.0,
+            "share of each target that is spread over the vocabulary, in evaluations, "
+            "too",
+            at_least=0,
+            below=1,
+        ),
+        "z_loss": Key(
+            0.0, "factor of the squared logarithm of softmax's divisor", at_least=0
+        ),
+    }
+
+
 def make_model(config, rngs):
     max_segments = config.data.max_segments
     return GPT(GPTConfig(**config.model, max_segments=max_segments), rngs=rngs)
-
-
-def learning_rate(config):
-    peak = config.optimizer.learning_rate
-    warmup = min(config.optimizer.warmup_steps, config.steps // 2)
-    return optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, config.steps, end_value=peak / 10
-    )
 
 
 def make_optimizer(config):
     options = config.optimizer
     adamw = optax.adamw(
         learning_rate(config),
+        b1=options.b1,
         b2=options.b2,
+        eps=options.eps,
         weight_decay=options.weight_decay,
-        mask=decayed,
+        mask=None if options.decay_norms else decayed,
     )
     if options.moment_dtype == "bfloat16":
         adamw = jshard.optim.bf16_moments(adamw, seed=config.seed)
@@ -191,6 +225,7 @@ def make_data(config, split):
         "tokenizer": data.tokenizer,
         "text_key": data.text_key,
         "pack": data.pack,
+        "all_tokens": data.get("train_on") == "all",
         "max_segments": data.max_segments,
     }
     if not data.get("dataset"):

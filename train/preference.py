@@ -78,7 +78,10 @@ def get_config() -> ConfigDict:
     }
     config.optimizer.learning_rate = finetune.rate_key(RATES)
     data = config.data
-    for key in ("mixture", "text_key", "token_dtype", "pack", "max_segments"):
+    for key in gpt.loss_keys():
+        del config.model[key]
+    of_texts = ("mixture", "text_key", "token_dtype", "pack", "train_on")
+    for key in (*of_texts, "max_segments"):
         del data[key]
     data.path = Key(
         "",

@@ -57,11 +57,12 @@ def get_config() -> ConfigDict:
             0.0, "dropout rate, on embeddings and branches", at_least=0, below=1
         ),
         "loss_chunk": size(1024, "tokens per device whose logits exist at a time"),
+        **gpt.loss_keys(),
         "start_token": Key(0, "the decoder's first input token", at_least=0),
     }
     data = config.data
     data.tokenizer = ""
-    for key in ("mixture", "pack", "max_segments", *gpt.STREAMED):
+    for key in ("mixture", "pack", "train_on", "max_segments", *gpt.STREAMED):
         del data[key]
     data.sequence_length = Key(96, "tokens of a text before its gaps", at_least=2)
     data.noise = Key(0.15, "share of the tokens to take out", above=0, below=1)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jshard.cli.formatting import did_you_mean
 from jshard.cli.knob import Knob
+from jshard.cli.other_libraries import counterpart
 from jshard.cli.paths import is_remote, path_problem
 from jshard.cli.terminal import show
 from jshard.errors import UserError
@@ -142,6 +143,8 @@ class Command:
         if not label.startswith("--") or name not in self.options or name.isupper():
             names = [f"--{name}" for name in self.options if not name.isupper()]
             hint = did_you_mean(label, [*names, "--help"], cutoff=0.7)
+            if "config.KEY" in self.options:
+                hint = counterpart(label.lstrip("-"), "--config.") or hint
             if not hint and "config.KEY" in self.options and label.startswith("--"):
                 hint = f"; keys of the recipe are --config.KEY: --config.{name}?"
             raise UserError(f"unknown argument {word!r}{hint}; see --help")

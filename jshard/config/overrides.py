@@ -6,6 +6,7 @@ from typing import Any
 from jshard.cli.formatting import did_you_mean
 from jshard.cli.knob import Knob
 from jshard.cli.options import check_value, explained, read_value
+from jshard.cli.other_libraries import counterpart
 from jshard.config.run_config import Config, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS, REQUIRED, SHARED
 from jshard.errors import UserError
@@ -48,7 +49,7 @@ def read_words(
 
 def _declaration(name: str, declared: Mapping[str, Knob], recipe: str) -> Knob:
     """Returns the declaration of a key that was given as `config.KEY`."""
-    _, _, key = name.partition(".")
+    option, _, key = name.partition(".")
     if key in declared:
         return declared[key]
     members = [name for name in declared if name.startswith(f"{key}.")]
@@ -57,6 +58,8 @@ def _declaration(name: str, declared: Mapping[str, Knob], recipe: str) -> Knob:
     beside = [x.rpartition(".")[2] for x in declared if x.rpartition(".")[0] == group]
     if group and beside and not members and not did_you_mean(last, beside):
         hint = f"; {group} has {', '.join(beside)}"
+    if not members:
+        hint = counterpart(key, f"--{option}.", declared) or hint
     raise UserError(
         f"unknown key --{name} in recipe {recipe}"
         f"{hint or did_you_mean(key, declared)}; --help lists all keys"

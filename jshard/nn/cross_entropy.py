@@ -32,6 +32,8 @@ def cross_entropy(
     chunk: int,
     soft_cap: float | None = None,
     vocabulary: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Mean:
     """Computes the cross-entropy of ``softmax(x @ head)``, ``chunk`` tokens at a time.
 
@@ -55,16 +57,25 @@ def cross_entropy(
       vocabulary: the columns of the whole head; by default those of ``head_DV``. If
         there are more, the head is split over "tensor", with padding at the end if
         these devices do not divide them.
+      label_smoothing: PyTorch's: share of each target for the whole vocabulary.
+      z_loss: factor of the square of ``logsumexp(logits)``, which is added to a token's
+        loss (PaLM, arXiv:2204.02311, section 5).
 
     Returns:
       The total in nats and the sum of weights.
 
     Raises:
-      UserError: shapes do not match, a dtype is of the wrong kind, or ``chunk`` is not
-        positive.
+      UserError: shapes do not match, a dtype is of the wrong kind, or an option is
+        out of range.
     """
     _check(x_BTD, head_DV, targets_BT, weights_BT, chunk)
-    options = _options(head_DV, chunk, soft_cap, vocabulary)
+    if not 0 <= label_smoothing < 1 or z_loss < 0:
+        raise UserError(
+            f"cross_entropy: label_smoothing={label_smoothing} must be in [0, 1), and "
+            f"z_loss={z_loss} at least 0"
+        )
+    more = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    options = _options(head_DV, chunk, soft_cap, vocabulary)._replace(**more)
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     weights_BT = jnp.asarray(weights_BT, wide)
     inputs = [*_flat(x_BTD, head_DV, targets_BT), weights_BT.reshape(-1)]
@@ -103,6 +114,8 @@ class _Options(NamedTuple):
     soft_cap: float | None
     vocabulary: int
     split: bool  # whether the head has only this device's part of the columns
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
 
 def _options(
@@ -224,6 +237,7 @@ def _losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes losses (C,) and their gradients by the head's products (C, V)."""
     V, soft_cap, split = head_DV.shape[1], options.soft_cap, options.split
+    spread, each = options.label_smoothing, options.label_smoothing / options.vocabulary
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.dot(x_CD, head_DV, preferred_element_type=wide)
     if soft_cap is not None:
@@ -240,15 +254,25 @@ def _losses(
     own_C1 = own_C[:, None]
     target_C = jnp.take_along_axis(logits_CV, own_C1, 1, mode="clip")[:, 0]
     if split:
-        is_own_C = (own_C >= 0) & (own_C < V)
+        target_C = jnp.where((own_C >= 0) & (own_C < V), target_C, 0)
+    if spread:
+        real_CV = logits_CV if is_real_V is None else jnp.where(is_real_V, logits_CV, 0)
+        target_C = (1 - spread) * target_C + each * jnp.sum(real_CV, axis=1)
+    if split:
         largest_C = lax.pmax(sum_C, TENSOR)
-        parts = jnp.exp(sum_C - largest_C), jnp.where(is_own_C, target_C, 0)
+        parts = jnp.exp(sum_C - largest_C), target_C
         total_C, target_C = lax.psum(parts, TENSOR)
         sum_C = largest_C + jnp.log(total_C)
     inside_C = (targets_C >= 0) & (targets_C < options.vocabulary)
     loss_C = jnp.where(inside_C, sum_C - target_C, jnp.nan)
-    is_target_CV = own_C1 == jnp.arange(V)
-    gradient_CV = jnp.exp(logits_CV - sum_C[:, None]) - is_target_CV
+    target_CV: jax.Array = own_C1 == jnp.arange(V)
+    if spread:
+        target_CV = (1 - spread) * target_CV.astype(wide) + each
+    softmax_CV = jnp.exp(logits_CV - sum_C[:, None])
+    if z_loss := options.z_loss:
+        loss_C += z_loss * sum_C**2
+        softmax_CV *= 1 + 2 * z_loss * sum_C[:, None]
+    gradient_CV = softmax_CV - target_CV
     if soft_cap is not None:
         gradient_CV *= 1 - (logits_CV / soft_cap) ** 2
     if is_real_V is not None:

@@ -100,6 +100,8 @@ def _explained_warmup(config: Config) -> Iterator[None]:
     """Says which keys leave optax's schedules no steps to decay over."""
     try:
         yield
+    except UserError:
+        raise
     except ValueError as error:
         warmup = config.get("optimizer", {}).get("warmup_steps", 0)
         if "decay_steps" not in str(error) or warmup < config.steps:

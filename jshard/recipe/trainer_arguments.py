@@ -11,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jshard.cli.formatting import did_you_mean
+from jshard.cli.other_libraries import counterpart
 from jshard.cli.user_code import describe_user_error
 from jshard.config.overrides import override
 from jshard.config.run_config import Config, check, complete, epochs_in, flatten
@@ -52,7 +53,9 @@ def recipe_of_parts(
     """
     if unknown := [name for name in parts if name not in _PARTS]:
         known = (*_PARTS, *_OPTIONS)
-        hint = did_you_mean(unknown[0], known) or f"; it has {', '.join(known)}"
+        hint = counterpart(unknown[0], "config key ").replace("--workdir", "workdir")
+        hint = hint or did_you_mean(unknown[0], known)
+        hint = hint or f"; it has {', '.join(known)}"
         raise UserError(f"Trainer: unknown argument {unknown[0]!r}{hint}")
     functions = {name: parts[name] for name in _FUNCTIONS if name in parts}
     data = {
@@ -127,8 +130,9 @@ def _only_shared_keys(values: Mapping[str, Any], recipe: str) -> Config:
     """Returns the config of a recipe that has none."""
     for key in values:
         if key not in SHARED:
+            hint = counterpart(key, "", SHARED) or did_you_mean(key, SHARED)
             raise UserError(
-                f"Trainer(config=...): unknown key {key!r}{did_you_mean(key, SHARED)}; "
+                f"Trainer(config=...): unknown key {key!r}{hint}; "
                 "keys of your own go in an ml_collections.ConfigDict, the whole config"
             )
     required = ConfigDict({key: values[key] for key in REQUIRED if key in values})

@@ -123,8 +123,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(config):
 
 
 def test_a_key_unlike_all_of_its_group_is_an_error_that_lists_them(config):
-    with pytest.raises(UserError, match=r"optimizer\.lr in .*; optimizer has betas, "):
-        override(config, {"optimizer.lr": 1.0}, "mlp.py")
+    with pytest.raises(UserError, match=r"optimizer\.mu in .*; optimizer has betas, "):
+        override(config, {"optimizer.mu": 1.0}, "mlp.py")
 
 
 def test_a_group_as_a_key_is_an_error_that_lists_its_members(config):

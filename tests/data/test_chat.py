@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jshard.data.tokenizers.chat_template
+from jshard.data.text.streamed_text import _Encoder
 from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.chat import _load_chat, load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
@@ -234,9 +235,8 @@ def test_chats_are_packed_and_only_answers_count(chat, tmp_path):
         text(file, tokenizer=folder)
     with pytest.raises(UserError, match="chats need the template of a tokenizer"):
         text(file, pack=True)
-    data = text(
-        file, tokenizer=folder, pack=True, sequence_length=100, validation_fraction=0
-    )
+    options: Any = {"tokenizer": folder, "pack": True, "validation_fraction": 0}
+    data = text(file, sequence_length=100, **options)
     row = window(data, 0)
     tokenizer = load_tokenizer(folder)
     trained_on = tokenizer.decode(row["targets"][row["weights"] > 0])
@@ -244,6 +244,12 @@ def test_chats_are_packed_and_only_answers_count(chat, tmp_path):
     assert trained_on.count("Answer") == row["segment_ids"].max() >= 2
     assert "Question" not in trained_on
     assert row["targets"][row["weights"] > 0][-1] == 3  # the end of an answer
+    whole = window(text(file, sequence_length=100, all_tokens=True, **options), 0)
+    np.testing.assert_array_equal(whole["weights"], whole["segment_ids"] > 0)
+    assert "Question" in tokenizer.decode(whole["targets"][whole["weights"] > 0])
+    for all_tokens in (False, True):  # of a stream
+        (document,) = _Encoder(tokenizer, "text", True, all_tokens)(records[0])
+        assert (document.trained is None) == all_tokens
 
 
 def test_token_files_hold_the_chats_and_what_is_trained_on(chat, tmp_path, capsys):

@@ -3,9 +3,11 @@
 import importlib
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -81,6 +83,51 @@ def test_a_split_head_with_padding_has_the_losses_and_gradients_of_the_whole(x64
 def capped_plain(x, head, targets, weights):
     logits = 3 * jnp.tanh(x @ head / 3)
     return plain(logits, jnp.eye(head.shape[1], dtype=head.dtype), targets, weights)
+
+
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
+
+
+def smoothed_plain(x, head, targets, weights):
+    """PyTorch's smoothing of labels, and PaLM's z-loss, by way of all logits."""
+    logits = 3 * jnp.tanh(x @ head / 3)
+    V, spread = head.shape[1], SMOOTHED["label_smoothing"]
+    labels = (1 - spread) * jax.nn.one_hot(targets, V) + spread / V
+    losses = optax.softmax_cross_entropy(logits, labels)
+    losses += SMOOTHED["z_loss"] * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.sum(losses * weights)
+
+
+def test_smoothing_and_z_loss_are_those_of_all_logits_of_a_whole_or_split_head(x64):
+    mesh = jshard.make_mesh(tensor=2, devices=jax.devices()[:2])
+    args = arguments((3, 4), 5, 7, "any", jnp.float64)
+    x, head, *rest = args
+
+    def total(*args):
+        options: Any = {"chunk": 5, "soft_cap": 3.0, "vocabulary": 7, **SMOOTHED}
+        return cross_entropy(*args, **options).total
+
+    def local(*args):
+        with split_sequences():
+            value, grads = jax.value_and_grad(total, argnums=(0, 1, 3))(*args)
+            return jax.lax.psum(value, TENSOR), grads
+
+    want = jax.jit(jax.value_and_grad(smoothed_plain, argnums=(0, 1, 3)))(*args)
+    got = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 3)))(*args)
+    chex.assert_trees_all_close(got, want, rtol=1e-12, atol=1e-12)
+    split = P(None, TENSOR)
+    out = (P(), (split, split, split))
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=split, out_specs=out, check_vma=False
+    )
+    padded = np.pad(head, [(0, 0), (0, 1)], constant_values=9)
+    value, (dx, dhead, dweights) = jax.jit(run)(x, padded, *rest)
+    got = value, (dx, dhead[:, :7], dweights)
+    chex.assert_trees_all_close(got, want, rtol=1e-9, atol=1e-12)
+    with pytest.raises(jshard.UserError, match=r"label_smoothing=1\.0 must be in"):
+        cross_entropy(*args, chunk=5, label_smoothing=1.0)
+    with pytest.raises(jshard.UserError, match="z_loss=-1 at least 0"):
+        cross_entropy(*args, chunk=5, z_loss=-1)
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,13 @@ def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_that_of_the_logits(tied):
-    model = make_model(tied=tied)
+    model = make_model(tied=tied, label_smoothing=0.2, z_loss=0.01)
     inputs = tokens()
     logits_BTV = logits_of(model, inputs)
     chex.assert_shape(logits_BTV, (8, 16, 50))
-    want = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, inputs)
+    labels_BTV = optax.smooth_labels(jax.nn.one_hot(inputs, 50), 0.2)
+    want = optax.softmax_cross_entropy(logits_BTV, labels_BTV)
+    want += 0.01 * jax.nn.logsumexp(logits_BTV, axis=-1) ** 2
     mean = jax.jit(lambda model, *x: model.loss(*x))
     got = mean(model, inputs, inputs, jnp.ones(inputs.shape)).compute()
     np.testing.assert_allclose(got, jnp.mean(want), rtol=1e-6)

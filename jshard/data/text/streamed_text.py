@@ -42,6 +42,7 @@ def streamed_text(
     text_key: str = "text",
     pack: bool = False,
     max_segments: int = 0,
+    all_tokens: bool = False,
 ) -> Stream | grain.MapDataset | None:
     """Returns windows or packed rows of T = sequence_length tokens, like `text_data`.
 
@@ -68,6 +69,7 @@ def streamed_text(
       text_key: The column of the text; rows without it can be chats, with "messages".
       pack: Whether to pack whole documents, by best fit among 64 rows.
       max_segments: As for `text_data`.
+      all_tokens: As for `text_data`.
 
     Raises:
       UserError: The dataset, its configuration, split or column does not exist, or an
@@ -76,7 +78,8 @@ def streamed_text(
     weights = {dataset: 1.0}
     if is_mixture(dataset):
         weights = parse_mixture(dataset, "data.dataset")
-    encode = _Encoder(load_tokenizer(tokenizer, vocab_size), text_key, pack)
+    loaded = load_tokenizer(tokenizer, vocab_size)
+    encode = _Encoder(loaded, text_key, pack, all_tokens)
     sources = {
         name: NamedDataset(name, config, train_split, validation_rows)
         for name in weights
@@ -134,9 +137,12 @@ def _check_column(name: str, rows: Any, text_key: str) -> None:
 class _Encoder:
     """Makes documents of a row: none, if its text is empty, or one."""
 
-    def __init__(self, tokenizer: Tokenizer, text_key: str, pack: bool):
+    def __init__(
+        self, tokenizer: Tokenizer, text_key: str, pack: bool, all_tokens: bool
+    ):
         self.tokenizer = tokenizer
         self._text_key, self._pack = text_key, pack
+        self._all_tokens = all_tokens
 
     def __call__(self, row: Mapping[str, Any]) -> list[Document]:
         text = row.get(self._text_key)
@@ -160,7 +166,8 @@ class _Encoder:
                 "folder"
             )
         where = "data.dataset, a row"
-        return Document(Path(), *load_chat(self.tokenizer, where).encode(row, where))
+        tokens, trained = load_chat(self.tokenizer, where).encode(row, where)
+        return Document(Path(), tokens, None if self._all_tokens else trained)
 
 
 class _Places(FlatMapTransform):

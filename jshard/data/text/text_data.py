@@ -1,5 +1,7 @@
 """Text as windows of tokens, or as rows of packed documents."""
 
+import dataclasses
+
 import grain
 
 from jshard.data.files.token_forms import DTYPES
@@ -26,6 +28,7 @@ def text_data(
     pack: bool = False,
     max_segments: int = 0,
     mixture: str = "",
+    all_tokens: bool = False,
 ) -> grain.MapDataset:
     """Returns windows of T = sequence_length tokens of the text at `path`.
 
@@ -77,6 +80,7 @@ def text_data(
       max_segments: The most documents of a packed row, padding included; 0 is any.
       mixture: Several sources in place of `path`, as "PATH:WEIGHT,PATH:WEIGHT"; see
         `mix`.
+      all_tokens: Whether all tokens of chats have a weight, not only answers.
 
     Returns:
       A dataset of {"inputs": int32[T], "targets": int32[T], "weights": float32[T]}.
@@ -130,6 +134,8 @@ def text_data(
                 "text, shorten sequence_length or change data.validation_fraction"
             )
         if pack:
+            if all_tokens:
+                pieces = [dataclasses.replace(piece, trained=None) for piece in pieces]
             dataset = packed_rows(
                 pieces,
                 sequence_length,
