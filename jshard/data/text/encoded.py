@@ -136,6 +136,24 @@ def _encode(
     yield from map(Document, files, encoded)
 
 
+def texts_of(files: Iterable[Path], text_key: str) -> Iterator[str]:
+    """Yields the texts of files, and of conversations those of their messages."""
+    for file in files:
+        form = form_of(file, text_key)
+        for part in cut(file, TEXT_BYTES):
+            if not form:
+                yield from read_texts(part, text_key)
+                continue
+            for where, record in read_records(part):
+                check_form(record, form, where)
+                if is_pair_of_texts(record, form):
+                    yield record[PAIR] + record["completion"]
+                    continue
+                messages = as_chat(record, form, where).chat["messages"]
+                contents = (message.get("content") for message in messages)
+                yield from (text for text in contents if isinstance(text, str))
+
+
 def encode_record(
     record: Mapping[str, Any], form: str, tokenizer: Tokenizer, where: str
 ) -> Document:
