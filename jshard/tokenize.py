@@ -1,31 +1,44 @@
-"""Tokenizes text: `python -m jshard.tokenize PATH... --tokenizer=T --output=DIR`."""
+"""Tokenizes text: `python -m jshard.tokenize PATH... --tokenizer=T --output=DIR`.
+
+With `--vocab_size=N` in place of `--tokenizer` it trains a tokenizer on the text.
+"""
 
 import os
 from pathlib import Path
+from typing import Any
 
 from jshard.cli.command import run_command
 from jshard.cli.options import Command, Option
 from jshard.cli.paths import cache_folder, is_remote
+from jshard.cli.terminal import show
+from jshard.data.text.corpus import corpus_files
+from jshard.data.text.encoded import texts_of
 from jshard.data.text.token_writer import write_token_files
+from jshard.data.tokenizers.bpe import train_tokenizer
 from jshard.errors import RunFailed, UserError, is_disk_full
 
 COMMAND = Command(
     "tokenize",
     "Turns text, JSONL or Parquet into token files for --config.data.path. Killed and "
-    "started again, it continues.",
+    "started again, it continues. With --vocab_size it trains a tokenizer on them.",
     {
         "PATH": Option(
             (), "a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
-            "these; records are texts or chats", kind=Path, hub="dataset",
+            "these; records are texts, chats or pairs", kind=Path, hub="dataset",
             bucket=True, required=True, repeats=True,
         ),
         "tokenizer": Option(
             None, "a tokenizer.json of Hugging Face's tokenizers, or a folder or "
-            "Hugging Face name with one", kind=Path, hub="model", required=True,
+            "Hugging Face name with one", kind=Path, hub="model",
         ),
         "output": Option(
             None, "the folder to write to; new, or of the same command that did not "
             "finish", kind=Path, bucket=True, hub="dataset", required=True, shown="DIR",
+        ),
+        "vocab_size": Option(
+            None, "trains a byte-level BPE tokenizer of so many tokens on the text and "
+            "writes it to --output, for --config.data.tokenizer", kind=int,
+            at_least=257, at_most=2**20,
         ),
         "text_key": Option("text", "the name of the text in a record"),
         "workers": Option(
@@ -43,7 +56,14 @@ def main() -> None:
 
 def _tokenize(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
+    if (arguments.tokenizer is None) == (arguments.vocab_size is None):
+        raise UserError(
+            "give --tokenizer to write tokens, or --vocab_size to train a tokenizer"
+        )
     try:
+        if arguments.vocab_size:
+            _train(arguments)
+            return
         write_token_files(
             arguments.PATH,
             arguments.tokenizer,
@@ -61,6 +81,20 @@ def _tokenize(argv: list[str]) -> None:
             ) from error
         where = error.filename or arguments.output
         raise UserError(f"cannot tokenize: {where}: {error.strerror}") from error
+
+
+def _train(arguments: Any) -> None:
+    output = arguments.output
+    if is_remote(output):
+        raise UserError(f"--output={output}: a tokenizer is written to a local folder")
+    files = [file for path in arguments.PATH for file, _ in corpus_files(path)]
+    texts = texts_of(files, arguments.text_key)
+    size = train_tokenizer(texts, Path(output), arguments.vocab_size)
+    show(f"{output} has a tokenizer of {size:,} tokens")
+    show(
+        f"train with it: --config.data.tokenizer={output} "
+        f"--config.model.vocab_size={size}"
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from jshard.data.text.token_files import (
     is_of_tokens,
     map_tokens,
 )
-from jshard.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from jshard.data.tokenizers.byte_pieces import ByteTokenizer, PieceTokenizer
+from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError, some_of
 from jshard.hub.online.download import data_path
 
@@ -35,6 +36,7 @@ _STDLIB_SKIP = (
     *("lib2to3", "distutils", "turtledemo", "encodings", "pydoc_data", "__pycache__"),
     *("config-*", "_sysconfigdata*", "sitecustomize.py", "usercustomize.py"),
 )
+_LOOKED_AT = 2**16  # tokens of the first file
 UNFINISHED = ".unfinished-tokens"  # the folder in which jshard.tokenize works
 
 
@@ -85,6 +87,15 @@ def split_corpus(
             f"{root}: has no text and no {TOKENS} files; set data.path to a file or "
             "folder that has"
         )
+    if isinstance(tokenizer, PieceTokenizer) and kind != "tokens":
+        share = tokenizer.share_of_bytes(pieces[0].load()[:_LOOKED_AT])
+        if share > 0.5:
+            note(
+                f"{root}: {share:.0%} of it is no piece of the tokenizer's, and is "
+                "spelled byte by byte, which makes long sequences; for a tokenizer of "
+                f"this text: python -m jshard.tokenize {path} --vocab_size=8192 "
+                "--output=TOKENIZER, then --config.data.tokenizer=TOKENIZER"
+            )
     if splits and splits.validation:
         return _hold_out_files(pieces, splits.validation)
     if kind == "tokens" or len(pieces) == 1:

@@ -3,12 +3,21 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jshard.data.files.conversations import (
+    PAIR,
+    SAID,
+    as_chat,
+    check_form,
+    form_of_record,
+    is_pair_of_texts,
+)
+from jshard.data.files.noting import note
 from jshard.data.files.record_forms import has_records
 from jshard.data.text.records import Slice, cut, read_records, read_texts
 from jshard.data.text.token_files import Piece
@@ -37,8 +46,11 @@ def encode_files(
     A text file is a document; one of more than 16 MiB is cut at lines to several. The
     result is kept for the next call with the same unchanged files.
 
-    Chats are records without `text_key`, but with "messages".
+    Chats are records without `text_key`, in a form of `conversations`.
     """
+    for file, form in ((file, form_of(file, text_key)) for file in files):
+        if form:
+            note(f"{file}: {SAID[form]}")
     stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     size = sum(size for _, size in stamps)
     if size > _MUCH:
@@ -84,13 +96,13 @@ def encode_slices(
     parts: Iterable[Slice], tokenizer: Tokenizer, text_key: str
 ) -> Iterator[Document]:
     """Yields the documents of slices of files, those without text left out."""
-    is_chat = lambda part: has_chats(part.file, text_key)
-    for chats, group in itertools.groupby(parts, is_chat):
-        if chats:
+    of_part = lambda part: form_of(part.file, text_key)
+    for form, group in itertools.groupby(parts, of_part):
+        if form:
             for part in group:
-                chat = load_chat(tokenizer, str(part.file))
                 for where, record in read_records(part):
-                    yield Document(part.file, *chat.encode(record, where))
+                    encoded = encode_record(record, form, tokenizer, where)
+                    yield encoded._replace(file=part.file)
             continue
         texts = ((x.file, text) for x in group for text in read_texts(x, text_key))
         for batch in _batches(texts):
@@ -124,11 +136,57 @@ def _encode(
     yield from map(Document, files, encoded)
 
 
-def has_chats(file: Path, text_key: str) -> bool:
-    """Returns whether a file holds chats: whether its first record is one."""
+def texts_of(files: Iterable[Path], text_key: str) -> Iterator[str]:
+    """Yields the texts of files, and of conversations those of their messages."""
+    for file in files:
+        form = form_of(file, text_key)
+        for part in cut(file, TEXT_BYTES):
+            if not form:
+                yield from read_texts(part, text_key)
+                continue
+            for where, record in read_records(part):
+                check_form(record, form, where)
+                if is_pair_of_texts(record, form):
+                    yield record[PAIR] + record["completion"]
+                    continue
+                messages = as_chat(record, form, where).chat["messages"]
+                contents = (message.get("content") for message in messages)
+                yield from (text for text in contents if isinstance(text, str))
+
+
+def encode_record(
+    record: Mapping[str, Any], form: str, tokenizer: Tokenizer, where: str
+) -> Document:
+    """Returns the document of a conversation or a pair; ``where`` names it in errors.
+
+    A pair of texts is what TRL's ``SFTTrainer`` makes of it: no template, the
+    tokenizer's end after the completion, and only the completion is a target.
+    """
+    check_form(record, form, where)
+    if not is_pair_of_texts(record, form):
+        chat, given = as_chat(record, form, where)
+        encoded = load_chat(tokenizer, where).encode(chat, where, given=given)
+        return Document(Path(), *encoded)
+    texts = record[PAIR], record[PAIR] + record["completion"]
+    try:
+        prompt, tokens = map(tokenizer.encode, texts)
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: not valid Unicode ({error.reason})") from error
+    end = tokenizer.eos_id
+    if end is not None and tokens[-1:].tolist() != [end]:
+        tokens = np.append(tokens, np.int32(end))
+    # A token may join the prompt's end to the completion, and belongs to the latter.
+    both = zip(prompt, tokens, strict=False)
+    first = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+    trained = np.arange(len(tokens)) >= first
+    return Document(Path(), tokens.astype(tokenizer.dtype), trained)
+
+
+def form_of(file: Path, text_key: str) -> str:
+    """Returns the form of a file's first record, or "" for a text."""
     if not has_records(file):
-        return False
+        return ""
     for part in itertools.islice(cut(file, TEXT_BYTES), 1):
         for _, record in read_records(part):
-            return text_key not in record and "messages" in record
-    return False
+            return form_of_record(record, text_key)
+    return ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshard.checkpoint.untrusted import parse_json
+from jshard.data.files.conversations import FORMS
 from jshard.data.files.record_forms import form_of, has_records, is_array
 from jshard.errors import UserError, some_of
 
@@ -77,10 +78,12 @@ def read_texts(part: Slice, text_key: str) -> Iterator[str]:
                     "a text"
                 )
             what = f"a {type(text).__name__}" if text_key in record else "not there"
+            texts = sorted(key for key, x in record.items() if isinstance(x, str))
             raise UserError(
                 f"{where}: {text_key!r} is {what}, not a text; set data.text_key "
                 "(--text_key of jshard.tokenize) to one of "
-                f"{some_of(sorted(record))}"
+                f"{some_of(texts) or 'none'}, or give records the keys of {FORMS}; "
+                f"it has {some_of(sorted(record))}"
             )
         yield text
 

@@ -14,13 +14,19 @@ from grain.experimental import (
     FlatMapTransform,
 )
 
+from jshard.data.files.conversations import (
+    FORMS,
+    SAID,
+    form_of_record,
+    is_pair_of_texts,
+)
+from jshard.data.files.noting import note
 from jshard.data.iterables import Stream, part_of
 from jshard.data.mixture import is_mixture, mix, parse_mixture
-from jshard.data.text.encoded import Document, joined
+from jshard.data.text.encoded import Document, encode_record, joined
 from jshard.data.text.named_dataset import VALIDATION, NamedDataset, Used
 from jshard.data.text.packing import packed_rows
 from jshard.data.text.windows import windows
-from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from jshard.errors import UserError, some_of
 
@@ -66,7 +72,7 @@ def streamed_text(
         order. A run that resumes reads at most so many again.
       vocab_size: The tokenizer must not have more tokens.
       tokenizer: As for `text_data`.
-      text_key: The column of the text; rows without it can be chats, with "messages".
+      text_key: The column of the text; rows without it can be chats or pairs.
       pack: Whether to pack whole documents, by best fit among 64 rows.
       max_segments: As for `text_data`.
       all_tokens: As for `text_data`.
@@ -85,7 +91,7 @@ def streamed_text(
         for name in weights
     }
     for name, source in sources.items():
-        _check_column(name, source.rows, text_key)
+        _check_columns(name, source.rows, text_key)
     T = sequence_length
     if split == VALIDATION:
         if not validation_rows:
@@ -125,13 +131,17 @@ def streamed_text(
     )
 
 
-def _check_column(name: str, rows: Any, text_key: str) -> None:
+def _check_columns(name: str, rows: Any, text_key: str) -> None:
     columns = rows.column_names or next(iter(part_of(rows, 0, 1)), {})
-    if text_key not in columns and "messages" not in columns:
+    if text_key in columns:
+        return
+    if not (form := form_of_record(columns, text_key)):
         raise UserError(
             f"data.dataset={name}: has no column {text_key!r}; set data.text_key to "
-            f"one of {some_of(list(map(str, columns)))}"
+            f"one of {some_of(list(map(str, columns)))}, or give it the columns of "
+            f"{FORMS}"
         )
+    note(f"data.dataset={name}: {SAID[form]}")
 
 
 class _Encoder:
@@ -146,8 +156,8 @@ class _Encoder:
 
     def __call__(self, row: Mapping[str, Any]) -> list[Document]:
         text = row.get(self._text_key)
-        if text is None and "messages" in row:
-            return [self._chat(row)]
+        if text is None and (form := form_of_record(row, "")):
+            return [self._conversation(row, form)]
         if not isinstance(text, str):
             raise UserError(
                 f"data.dataset: {self._text_key!r} of a row is a "
@@ -158,16 +168,17 @@ class _Encoder:
             return []
         return [Document(Path(), self.tokenizer.encode_documents([text])[0])]
 
-    def _chat(self, row: Mapping[str, Any]) -> Document:
-        if not self._pack or not isinstance(self.tokenizer, FileTokenizer):
+    def _conversation(self, row: Mapping[str, Any], form: str) -> Document:
+        pair = is_pair_of_texts(row, form)
+        if not self._pack or not (pair or isinstance(self.tokenizer, FileTokenizer)):
+            what = "pairs" if pair else "chats"
+            also = "" if pair else ", and data.tokenizer to the model's folder"
             raise UserError(
-                "data.dataset: chats are packed as whole documents, by the template of "
-                "a tokenizer: set data.pack=True, and data.tokenizer to the model's "
-                "folder"
+                f"data.dataset: {what} are packed as whole documents: set "
+                f"data.pack=True{also}"
             )
-        where = "data.dataset, a row"
-        tokens, trained = load_chat(self.tokenizer, where).encode(row, where)
-        return Document(Path(), tokens, None if self._all_tokens else trained)
+        document = encode_record(row, form, self.tokenizer, "data.dataset, a row")
+        return document._replace(trained=None) if self._all_tokens else document
 
 
 class _Places(FlatMapTransform):

@@ -43,7 +43,8 @@ def text_data(
       JSON (`.jsonl`, `.ndjson`, `.json` with an object a line or an array of objects,
       and these with `.gz` or `.zst`), `.csv`, `.tsv`, `.parquet`, `.arrow`, or a folder
       that Hugging Face's `datasets` saved. Each record is a document: a text, under
-      `text_key`, or a chat, with "messages" (see `jshard.data.tokenizers.chat`).
+      `text_key`, or, without one, a chat or a pair of prompt and completion (see
+      `jshard.data.files.conversations`).
     - A `.bin` or `.npy` file of integers, or a folder with such files, whose other
       files are ignored. Files are memory-mapped. Headers of llm.c and NumPy, and an
       index of Megatron-LM beside the file, are read; other files hold little-endian
@@ -145,8 +146,8 @@ def text_data(
         else:
             if chats := [piece.file for piece in pieces if piece.trained is not None]:
                 raise UserError(
-                    f"{chats[0]}: chats are trained on as whole documents: set "
-                    "--config.data.pack=True"
+                    f"{chats[0]}: chats and pairs are trained on as whole documents: "
+                    "set --config.data.pack=True"
                 )
             dataset = windows(
                 pieces, sequence_length, pad=not long, vocab_size=vocab_size

@@ -37,11 +37,12 @@ from jshard.checkpoint.buckets.files import cached
 from jshard.checkpoint.untrusted import read_json
 from jshard.cli.paths import is_remote
 from jshard.cli.terminal import show
+from jshard.data.files.conversations import PAIR, SAID
 from jshard.data.files.record_forms import has_records
 from jshard.data.files.split_names import named_splits, split_of
 from jshard.data.files.token_forms import HEADER_BYTES
 from jshard.data.text.corpus import UNFINISHED, corpus_files
-from jshard.data.text.encoded import TEXT_BYTES, encode_slices, has_chats
+from jshard.data.text.encoded import TEXT_BYTES, encode_slices, form_of
 from jshard.data.text.records import Slice, cut
 from jshard.data.text.token_files import ENDS, TOKENS, TRAINED, make_header
 from jshard.data.tokenizers.chat import load_chat
@@ -113,7 +114,10 @@ def write_token_files(
             for file in files
         },
     }
-    if chats := any(has_chats(file, text_key) for file in files):
+    forms = {file: form for file in files if (form := form_of(file, text_key))}
+    for file, form in forms.items():
+        show(f"{file}: {SAID[form]}")
+    if set(forms.values()) - {PAIR}:
         about["chat_template"] = load_chat(loaded, "--tokenizer").digest
     folder = (cached(output) if is_remote(output) else Path(output)) / UNFINISHED
     if is_remote(output) and (there := names_at(output)):
@@ -146,7 +150,7 @@ def write_token_files(
         f"train on them: --config.data.path={output} "
         f"--config.data.token_dtype={loaded.dtype} --config.data.tokenizer={tokenizer}"
         + " --config.data.pack=True"
-        * chats
+        * bool(forms)
     )
 
 

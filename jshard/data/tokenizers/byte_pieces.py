@@ -83,6 +83,11 @@ class PieceTokenizer(ByteTokenizer):
         words = WORD.findall(text.encode())
         return np.fromiter(chain.from_iterable(map(self._tokens_of, words)), np.int32)
 
+    def share_of_bytes(self, tokens: np.ndarray) -> float:
+        """Returns which part of a text, in bytes, its tokens [n] spell byte by byte."""
+        single = np.count_nonzero(tokens < len(BYTES))
+        return single / max(sum(len(self._texts[token]) for token in tokens), 1)
+
     def _spell(self, word: bytes) -> tuple[int, ...]:
         tokens, start = [], 0
         while start < len(word):

@@ -89,7 +89,7 @@ class Chat:
         return text.replace(self._marks[0], "").replace(self._marks[1], "")
 
     def encode(
-        self, record: Mapping[str, Any], where: str
+        self, record: Mapping[str, Any], where: str, *, given: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns a conversation's tokens, and which of them an assistant wrote.
 
@@ -102,6 +102,7 @@ class Chat:
           record: {"messages": [{"role": ..., "content": ...}, ...]}, perhaps "tools".
             A key of a message that is null counts as missing.
           where: What to call it in an error.
+          given: How many of the first messages are no targets.
 
         Returns:
           Tokens, unsigned [n], and bool[n].
@@ -113,13 +114,22 @@ class Chat:
         """
         messages, tools = _checked(record, where), tools_of(record, where)
         if tools is not None and self._with_tools is not None:
-            return self._with_tools.encode(record, where)
+            return self._with_tools.encode(record, where, given=given)
         self._tell_of_unread(messages, where)
         text = self._render(messages, tools, False, where)
         if self._marked:
             text, spans = self._split(text, where)
         else:
             spans = self._answers(messages, tools, text, where)
+        if given:
+            roles = [message["role"] for message in messages]
+            if len(spans) != roles.count("assistant"):
+                raise UserError(
+                    f"{where}: {self._where} does not mark one text per answer, so "
+                    "which of them the prompt holds is not known; write the record as "
+                    "'messages'"
+                )
+            spans = spans[roles[:given].count("assistant") :]
         try:
             tokens, offsets = self._tokenizer.encode_with_offsets(text)
         except UnicodeEncodeError as error:
