@@ -18,9 +18,9 @@ from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.selected.run_address import find_run
 from jshard.cli.command import run_command
 from jshard.cli.formatting import one_line
+from jshard.cli.machine.platform import use_cpu
 from jshard.cli.options import CHECKPOINT, STEP, Command, Option
 from jshard.cli.paths import is_remote
-from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import RunFailed, UserError, is_disk_full
 from jshard.hub import exported_tensors as exported

@@ -17,9 +17,9 @@ from jshard.checkpoint.selected.run_address import find_run
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.command import run_command
 from jshard.cli.formatting import format_bytes, one_line
+from jshard.cli.machine.platform import use_cpu
 from jshard.cli.options import CHECKPOINT, STEP, Command, Option
 from jshard.cli.paths import is_bucket
-from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.config.run_config import flatten
 from jshard.errors import UserError

@@ -11,8 +11,8 @@ Exit codes:
 from pathlib import Path
 
 from jshard.cli.command import run_command
+from jshard.cli.machine.quiet import import_jax
 from jshard.cli.options import Command, Option
-from jshard.cli.quiet import import_jax
 from jshard.data.loader_processes import leave_to_run
 from jshard.distributed import cluster
 from jshard.distributed.supervisor import supervise

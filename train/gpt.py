@@ -23,7 +23,7 @@ from jshard.generation import continue_prompts
 from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
-from jshard.recipe.rate_keys import learning_rate, rate_keys
+from jshard.recipe.rates import learning_rate, rate_keys
 
 # Keys of data that are streamed, which recipes that change each text do not take.
 STREAMED = ("dataset", "config", "split", "validation_rows", "shuffle_rows")

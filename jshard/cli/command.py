@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from jshard.cli.address_space import lacks_memory, memory_advice
 from jshard.cli.formatting import one_line, printable
+from jshard.cli.machine.address_space import lacks_memory, memory_advice
 from jshard.cli.terminal import open_outputs, show
 from jshard.cli.user_code import describe_user_error
 from jshard.errors import Interrupted, Preempted, RunFailed, UserError

@@ -19,10 +19,10 @@ import jax
 
 from jshard.checkpoint.atomic import replace_file
 from jshard.cli.command import run_command
+from jshard.cli.machine.platform import choose_platform, make_cpu_devices
+from jshard.cli.machine.quiet import without_remarks
 from jshard.cli.options import Command, Option
 from jshard.cli.paths import is_remote
-from jshard.cli.platform import choose_platform, make_cpu_devices
-from jshard.cli.quiet import without_remarks
 from jshard.cli.terminal import show
 from jshard.config.overrides import keys_help, read_words
 from jshard.config.run_config import complete, flatten

@@ -11,7 +11,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jshard.cli.quiet import has_cuda_plugin as has_plugin
+from jshard.cli.machine.quiet import has_cuda_plugin as has_plugin
 from jshard.compat import absent_gpus
 from jshard.errors import UserError
 from jshard.fit.hardware import GPU, GPUS

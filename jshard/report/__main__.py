@@ -7,9 +7,9 @@ from jshard.checkpoint.restore import is_step
 from jshard.checkpoint.selected.run_address import find_run
 from jshard.checkpoint.step_folders import CHECKPOINTS
 from jshard.cli.command import run_command
+from jshard.cli.machine.platform import use_cpu
 from jshard.cli.options import STEP, Command, Option
 from jshard.cli.paths import is_bucket
-from jshard.cli.platform import use_cpu
 from jshard.cli.terminal import show
 from jshard.errors import UserError
 from jshard.report.run_files import METRICS

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import jax
 
+from jshard.cli.machine.platform import cache_compilations, choose_platform
+from jshard.cli.machine.quiet import start_devices
 from jshard.cli.options import STEP, Option
-from jshard.cli.platform import cache_compilations, choose_platform
-from jshard.cli.quiet import start_devices
 from jshard.cli.terminal import show
 from jshard.distributed import cluster
 from jshard.distributed.cluster import find_cluster

@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from jshard.cli.options import Command
-from jshard.cli.platform import (
+from jshard.cli.machine.platform import (
     cache_compilations,
     choose_platform,
     limit_collectives,
     make_cpu_devices,
 )
-from jshard.cli.quiet import start_devices
+from jshard.cli.machine.quiet import start_devices
+from jshard.cli.options import Command
 from jshard.cli.terminal import show
 from jshard.config.overrides import keys_help
 from jshard.config.run_config import complete

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from jobs import environment
-from jshard.cli import address_space
 from jshard.cli.command import expected_ending
+from jshard.cli.machine import address_space
 from jshard.errors import UserError
 from resumable import RECIPE
 

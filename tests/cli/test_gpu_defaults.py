@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jshard.cli import command
-from jshard.cli.platform import TIMEOUT, limit_collectives
+from jshard.cli.machine.platform import TIMEOUT, limit_collectives
 from jshard.compat.xla_options import OPTIONS, check_options
 
 

@@ -5,7 +5,7 @@ import os
 import jax
 import pytest
 
-from jshard.cli.platform import cache_compilations
+from jshard.cli.machine.platform import cache_compilations
 
 
 def test_programs_in_another_users_folder_are_not_run(tmp_path, monkeypatch):

@@ -9,11 +9,11 @@ import jax
 import pytest
 
 import jshard
-from jshard.cli.quiet import start_devices
+from jshard.cli.machine.quiet import start_devices
 
 SCRIPT = """
 import os
-from jshard.cli import quiet
+from jshard.cli.machine import quiet
 quiet._PLUGINS = ("json",)
 quiet.has_accelerator = lambda: False
 remarks = [

@@ -13,7 +13,7 @@ import pytest
 
 import jshard
 from jshard.cli.commands import COMMANDS
-from jshard.cli.quiet import command_of, has_accelerator
+from jshard.cli.machine.quiet import command_of, has_accelerator
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jshard.cli.quiet import has_accelerator, has_cuda_plugin, start_devices
+from jshard.cli.machine.quiet import has_accelerator, has_cuda_plugin, start_devices
 from jshard.compat.plugin_log import FAILED
 from jshard.errors import UserError
 

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jshard.cli.address_space import check_address_space
 from jshard.cli.commands import COMMANDS
+from jshard.cli.machine.address_space import check_address_space
 from jshard.cli.terminal import show
 from jshard.compat.plugin_log import LOGGER, in_one_line
 from jshard.errors import UserError

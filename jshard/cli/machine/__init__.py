@@ -1,0 +1,1 @@
+"""What a command finds on its machine: devices, memory limits, remarks of libraries."""
