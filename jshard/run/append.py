@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from jshard.cli.paths import not_by_a_link
+
 
 class AppendedFile:
     """A file to append to, whose methods do not raise if the disk is full.
@@ -11,7 +13,9 @@ class AppendedFile:
     """
 
     def __init__(self, path: Path):
-        self._file = path.open("a+b", buffering=0)
+        self._file = open(  # noqa: SIM115
+            path, "a+b", buffering=0, opener=not_by_a_link
+        )
         self._waiting = b""
 
     def write(self, data: bytes) -> str:

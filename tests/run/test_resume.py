@@ -13,9 +13,11 @@ from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from jshard.config.run_config import complete
+from jshard.distributed.log import Log
 from jshard.distributed.peers import Peers
 from jshard.errors import RunFailed, UserError
 from jshard.report.run_report import read_metrics
+from jshard.run.append import AppendedFile
 from jshard.run.lock import lock_folder
 from jshard.run.metrics import RunFolder
 from jshard.run.resume import (
@@ -344,6 +346,15 @@ def test_a_lock_that_is_a_link_is_not_followed(run, config, tmp_path):
     (run / ".lock").symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match=r"\.lock is a link: remove it"):
         lock_folder(run)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("opened", [AppendedFile, lambda file: Log(file, "title")])
+def test_a_file_that_grows_is_not_appended_to_by_a_link(opened, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "file").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic link"):
+        opened(tmp_path / "file")
     assert (tmp_path / "precious").read_text() == "precious"
 
 
