@@ -263,7 +263,7 @@ class FSDP:
         run.__name__ = fn.__name__  # that of the program
         options["compiler_options"] = self.compiler_options or None
         jitted = jax.jit(self._in_order(run), **options)
-        return Step(jitted, check_fields, pace if self._on_cpus else None)
+        return Step(jitted, self.mesh, check_fields, pace if self._on_cpus else None)
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn

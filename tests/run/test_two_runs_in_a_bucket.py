@@ -26,20 +26,23 @@ def store(tmp_path_factory):
 
 
 @pytest.fixture
-def trainer(store, tmp_path):
+def url(store, tmp_path):
+    return f"{store.url}/{tmp_path.name}"
+
+
+@pytest.fixture
+def trainer(url, tmp_path):
     (tmp_path / "tiny.py").write_text(RECIPE)
-    url = f"{store.url}/{tmp_path.name}"
 
     def make(steps: int, **given: Any) -> Trainer:
         config = GIVEN | {"steps": steps}
         return Trainer(tmp_path / "tiny.py", config=config, workdir=url, **given)
 
-    make.url = url
     return make
 
 
 def test_a_start_goes_on_from_what_an_earlier_run_saves_meanwhile(
-    trainer, monkeypatch, capsys
+    trainer, url, monkeypatch, capsys
 ):
     trainer(2).fit()
     claim, others = RunInBucket.claim, [trainer(4)]
@@ -54,20 +57,20 @@ def test_a_start_goes_on_from_what_an_earlier_run_saves_meanwhile(
     later.fit()
     assert int(later.state.step) == 6
     assert "after step 4" in capsys.readouterr().out
-    assert [*step_list.read(Objects(f"{trainer.url}/checkpoints"))] == [6]
+    assert [*step_list.read(Objects(f"{url}/checkpoints"))] == [6]
 
 
-def test_the_earlier_run_ends_at_its_next_save_and_a_reader_with_a_line(trainer):
+def test_the_earlier_run_ends_at_its_next_save_and_a_reader_with_a_line(trainer, url):
     def overtake(trainer_, step, metrics):
         if step == 3:
-            assert not RunInBucket(trainer.url).claim()
+            assert not RunInBucket(url).claim()
 
     trainer(2).fit()
     with pytest.raises(RunFailed, match="another run, which was started later"):
         trainer(4, on_step=overtake).fit()
     reader = trainer(4)
-    (name,) = step_list.read(Objects(f"{trainer.url}/checkpoints")).values()
+    (name,) = step_list.read(Objects(f"{url}/checkpoints")).values()
     start = reader._ready().find_start()
-    Objects(f"{trainer.url}/checkpoints/{name}").delete("")
+    Objects(f"{url}/checkpoints/{name}").delete("")
     with pytest.raises(UserError, match="objects of it are gone; if a run saves there"):
         reader._ready().restore(start)
