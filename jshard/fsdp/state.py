@@ -7,12 +7,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AbstractMesh
 
-from jshard.compat.coordination import compile_together, processes_of
 from jshard.errors import UserError
 
 
@@ -169,19 +166,15 @@ class Step(Generic[Result]):
     """A jitted step that refuses a state or a batch that was donated.
 
     JAX itself may end the process (SIGSEGV: 0.10.2, eight CPU devices). Other
-    attributes (``lower``, ``trace``) are those of the jitted function. The processes of
-    a job begin it together, however long each compiles it.
+    attributes (``lower``, ``trace``) are those of the jitted function.
     """
 
-    def __init__(
-        self, jitted: Any, mesh: Any, check: Callable, after: Callable | None = None
-    ):
+    def __init__(self, jitted: Any, check: Callable, after: Callable | None = None):
         """Wraps what ``jax.jit`` returned.
 
         ``check`` is given each batch, and ``after`` each result.
         """
-        self._jitted, self._mesh, self._check, self._after = jitted, mesh, check, after
-        self._compiled: set[Any] = set()  # shapes of batches
+        self._jitted, self._check, self._after = jitted, check, after
         functools.update_wrapper(self, jitted)
 
     def __call__(self, state: TrainState, batch: Any) -> Result:
@@ -204,8 +197,6 @@ class Step(Generic[Result]):
         debugged = [x for x in _DEBUGGED if getattr(jax.config, x)]
         run = _debugged(self._jitted, debugged) if debugged else self._jitted
         try:
-            if self._processes:
-                self._compile_together(state, batch)
             outputs = run(state, batch)
         except jax.errors.UnexpectedTracerError as error:
             raise UserError(
@@ -216,21 +207,6 @@ class Step(Generic[Result]):
         if self._after is not None:
             self._after(outputs)
         return outputs
-
-    @functools.cached_property
-    def _processes(self) -> tuple[int, ...]:
-        if isinstance(self._mesh, AbstractMesh):
-            return ()
-        return processes_of(self._mesh.devices.flat)
-
-    def _compile_together(self, state: TrainState, batch: Any) -> None:
-        leaves, structure = jax.tree.flatten(batch)
-        if any(isinstance(x, Tracer) for x in (state.step, *leaves)):
-            return
-        kind = structure, *((np.shape(x), jnp.result_type(x)) for x in leaves)
-        if kind not in self._compiled:
-            compile_together(self._jitted, self._processes, state, batch)
-            self._compiled.add(kind)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the jitted function."""

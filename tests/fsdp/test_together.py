@@ -38,7 +38,7 @@ def happened(monkeypatch):
     jax.devices()  # which a client makes otherwise
     monkeypatch.setattr(distributed.global_state, "client", Client())
     monkeypatch.setattr("jshard.compat.coordination._waits", COUNTS)
-    for module in ("fsdp.state", "layout.initial_values"):
+    for module in ("fsdp.program.together", "layout.initial_values"):
         monkeypatch.setattr(f"jshard.{module}.processes_of", lambda devices: (0, 1))
     COUNTS.clear()
     jax.monitoring.register_event_duration_secs_listener(record)

@@ -283,6 +283,30 @@ def test_notes_that_are_no_json_are_an_error_that_changes_nothing(run, config):
     assert contents(run) == before
 
 
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"resumed": 3}, {"resumed": ["x"]}, {"stopped": {"step": 4}}, {"run": [1]},
+        {"generated": [{"text": "x"}]}, {"samples": []}, {"loggers": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_notes_of_another_form_are_an_error_that_changes_nothing(notes, run, config):
+    (run / "notes.json").write_text(json.dumps(notes))
+    before = contents(run)
+    with pytest.raises(UserError, match=r" in .*notes\.json is not as"):
+        RunFolder(run, config, resume_from=4)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("group", [[], "x", None, 3])
+def test_a_config_whose_groups_are_none_is_compared_all_the_same(group, run, config):
+    (run / "config.json").write_text(json.dumps({"checkpoint": group}))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert find_start(run, config, Peers()).step == 0
+
+
 def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
     synced = []
     with RunFolder(tmp_path, config) as folder:
