@@ -30,6 +30,10 @@ from cosmic_ray.work_item import (  # pyright: ignore[reportMissingImports]
     WorkResult,
 )
 
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+from jail import check_jail, jailed
+
 REPOSITORY = Path(__file__).parents[1]
 EQUAL = REPOSITORY / "tests" / "equal_mutants.txt"
 ROOMS = ("layout", "collectives", "optim", "checkpoint", "data", "nn")
@@ -54,21 +58,6 @@ test-command = {command}
 name = "local"
 """
 SECONDS = 300  # of one mutant; one that takes longer hangs, which is red, too
-# A mutant of code that deletes files deletes others: one has removed /etc. So they run
-# where every file system is read-only but their copy.
-JAIL = """set -e
-mount --bind "$1" "$1"
-while read -r _ place type _; do
-  case "$place $type" in
-    "$1 "* | "/dev/"* | *" proc" | *" sysfs" | *" cgroup"* | *" dev"*) ;;
-    *) mount -o remount,bind,ro "$place" ;;
-  esac
-done </proc/self/mounts
-export TMPDIR="$1/.tmp"
-mkdir -p "$TMPDIR"
-shift
-exec "$@"
-"""
 
 
 def copy_to(folder: Path) -> None:
@@ -78,32 +67,6 @@ def copy_to(folder: Path) -> None:
     for name in filter(None, names.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
-
-
-def jailed(folder: Path, command: list[str]) -> list[str]:
-    """A command that can write below a folder only; on Linux, without privileges."""
-    namespaces = ["unshare", "--user", "--map-root-user", "--mount"]
-    return [*namespaces, "sh", "-c", JAIL, "sh", str(folder), *command]
-
-
-def check_jail(folder: Path) -> None:
-    """Tries to write within the jail, and outside of it.
-
-    Raises:
-      SystemExit: what must not be written can be, or the jail cannot be made.
-    """
-    places = [folder, folder.parent, REPOSITORY, Path.home()]
-    files = [place / f".written-{folder.name}" for place in places]
-    command = jailed(folder, ["sh", "-c", 'touch "$@"; :', "sh", *map(str, files)])
-    done = subprocess.run(command, capture_output=True, text=True)
-    written = [file for file in files if file.exists()]
-    for file in written:
-        file.unlink()
-    if written != files[:1]:
-        raise SystemExit(
-            "mutants can delete any file, and cannot be confined to a folder here by "
-            f"unshare --user --mount: {done.stderr.strip() or written}"
-        )
 
 
 def test_command(room: str) -> list[str]:

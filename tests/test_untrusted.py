@@ -24,6 +24,7 @@ from damaged_files import (
     read_or_refuse,
     tensors_reader,
 )
+from hostile_files import CONTENT_READERS, SLOW_READERS
 from jshard.checkpoint import manifest
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.untrusted import path_inside, read_json
@@ -43,10 +44,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     "examples", [QUICK, pytest.param(MANY, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", [*READERS, *CONTENT_READERS])
 def test_damaged_files_are_read_or_refused(reader, examples, tmp_path):
     file, strategy, read = reader(tmp_path)
-    if examples == QUICK and reader in (chat_reader, checkpoint_reader):
+    if examples == QUICK and reader in (chat_reader, checkpoint_reader, *SLOW_READERS):
         examples = SLOW
 
     @settings(

@@ -71,6 +71,8 @@ class Checkpointer:
       highest: Whether the highest value is the best, rather than the lowest.
       report: Called with the ``Save`` when a save has ended, in another thread.
       local: For a URL, where its small files are kept; by default a temporary folder.
+      owner: For a URL, who owns its list of steps already; by default this becomes the
+        owner, and a run that owned it ends.
 
     Raises:
       UserError: The folder cannot be written, or Orbax keeps checkpoints there.
@@ -86,6 +88,7 @@ class Checkpointer:
         highest: bool = False,
         report: Callable[[Save], None] = log,
         local: Path | None = None,
+        owner: str = "",
     ):
         if keep < 1 or keep_every < 0:
             raise UserError(
@@ -102,7 +105,7 @@ class Checkpointer:
         try:
             if is_bucket(folder):
                 self.folder = local or temporary_folder(str(folder))
-                self._saves = BucketSaves(str(folder), self.folder)
+                self._saves = BucketSaves(str(folder), self.folder, owner)
             else:
                 self.folder = Path(folder).absolute()
                 check_not_orbax(self.folder)

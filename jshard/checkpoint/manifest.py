@@ -110,7 +110,7 @@ def read(folder: Path) -> dict[str, Any]:
       UserError: A newer jshard wrote it.
     """
     try:
-        content = read_json(folder / FILE)
+        content = _content(folder)
         if content["format"] <= FORMAT:
             for name in content["files"]:
                 path_inside(folder, name)
@@ -132,7 +132,7 @@ def read_arrays(folder: Path) -> dict[str, Any]:
       ManifestError: It is missing or damaged.
     """
     try:
-        arrays = read_json(folder / FILE)["arrays"]
+        arrays = _content(folder)["arrays"]
         objects = arrays["objects"]
         return {
             "url": str(arrays["url"]),
@@ -141,6 +141,12 @@ def read_arrays(folder: Path) -> dict[str, Any]:
         }
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ManifestError(f"{FILE} is damaged") from error
+
+
+def _content(folder: Path) -> Any:
+    if (folder / FILE).is_symlink():  # like any other file of a step
+        raise ManifestError(f"{FILE} is not a regular file")
+    return read_json(folder / FILE)
 
 
 def _checked(file: Any) -> dict[str, Any]:

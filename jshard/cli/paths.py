@@ -31,6 +31,11 @@ def cache_folder(name: str) -> Path:
     return Path(given or "~/.cache/jshard").expanduser() / name
 
 
+def not_by_a_link(path: str, flags: int) -> int:
+    """An opener for `open` that refuses a link, whose target would be written."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def check_path(
     name: str, path: str | Path, *, bucket: bool = False, hub: bool = False
 ) -> None:

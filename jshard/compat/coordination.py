@@ -1,9 +1,18 @@
 """JAX's coordination service, of which JAX exposes neither client nor address."""
 
+import collections
+import itertools
 import socket
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax._src import distributed
+
+_DAY = 86_400_000  # milliseconds; whoever dies is found by other means
+# Numbers the waits of each group of processes, which are alike in all of them.
+_waits: collections.defaultdict[tuple[int, ...], Iterator[int]] = (
+    collections.defaultdict(itertools.count)
+)
 
 
 class KeyValueStore:
@@ -43,6 +52,28 @@ class KeyValueStore:
         """Returns the values under `folder/`, by the rest of their keys."""
         found = self._client.key_value_dir_get(f"{self._folder}/{folder}/")
         return {key.rpartition("/")[2]: text for key, text in found}
+
+
+def processes_of(devices: Iterable[Any]) -> tuple[int, ...]:
+    """Returns the processes that have devices, in order; none if it is one alone."""
+    found = sorted({device.process_index for device in devices})
+    return tuple(found) if len(found) > 1 else ()
+
+
+def compile_together(jitted: Any, processes: tuple[int, ...], *arguments: Any) -> None:
+    """Compiles a jitted function, and waits until all of ``processes`` have.
+
+    Where the first collective of a group of devices runs, Gloo waits 30 s for each
+    process, and nothing sets that time; but a process that finds a program in its cache
+    is minutes ahead of one that compiles it. Tested as ``KeyValueStore``; if it breaks,
+    jobs on CPUs whose processes compile for different times fail at their first step.
+    """
+    client: Any = distributed.global_state.client
+    if not processes or client is None:
+        return
+    jitted.lower(*arguments).compile()  # which the call after it finds
+    name = f"jshard/compiled {hash(processes)} {next(_waits[processes])}"
+    client.wait_at_barrier(name, _DAY, list(processes))
 
 
 def address_of_process(index: int) -> str:

@@ -143,14 +143,9 @@ class TrainingBatches(Iterator[Batch]):
     def _next(self) -> Batch:
         read = self._read[0]
         began = time.perf_counter()
-        try:
-            rows = next(read)
-        except StopIteration as error:
-            if not self._left:
-                raise
-            # It is of the user's code (as in PEP 479): data ends after the last step.
-            cause = RuntimeError("StopIteration was raised before the end of the data")
-            raise cause.with_traceback(error.__traceback__) from None
+        if not self._left:
+            raise StopIteration
+        (rows,) = complete(read, 1)
         self._left -= 1
         waited = time.perf_counter() - began
         return Batch(rows, read.get_state() if self._streams else None, waited)
@@ -233,7 +228,23 @@ def eval_batches(
         num_threads=num_threads,
         **process,
     )
-    return zip(factors, read, strict=True)
+    return zip(factors, complete(read, len(factors)), strict=True)
+
+
+def complete(read: Iterator[Any], count: int) -> Iterator[Any]:
+    """Yields so many batches, which are there.
+
+    Raises:
+      RuntimeError: Its end comes before: a StopIteration of the user's own code, which
+        would end the data in silence, and in one process of several (as in PEP 479).
+    """
+    for _ in range(count):
+        try:
+            batch = next(read)
+        except StopIteration as error:
+            cause = RuntimeError("StopIteration was raised before the end of the data")
+            raise cause.with_traceback(error.__traceback__) from None
+        yield batch
 
 
 def _read_ahead(reader: StreamReader, count: int) -> grain.DatasetIterator:

@@ -5,6 +5,8 @@ import time
 import warnings
 from pathlib import Path
 
+from jshard.cli.paths import not_by_a_link
+
 INTERVAL = 10.0  # seconds between lines about steps
 
 
@@ -17,7 +19,9 @@ class Log:
     def __init__(self, path: Path, title: str):
         """Opens the file for appending; raises OSError if it cannot be written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = open(  # noqa: SIM115
+            path, "a", encoding="utf-8", buffering=1, opener=not_by_a_link
+        )
         self._phase, self._time = "", 0.0
         self._warned = False
         self.write(title)

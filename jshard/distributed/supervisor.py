@@ -15,9 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import IO, Any
 
+from jshard.cli.paths import not_by_a_link
 from jshard.cli.terminal import (
     is_terminal,
     leave_closed_terminal,
@@ -162,7 +162,9 @@ class _Supervisor:
                 path = self._status.get("log")
                 if path and self._log is None:
                     with contextlib.suppress(OSError):  # as in `_write_log`
-                        self._log = Path(path).open("ab", buffering=0)  # noqa: SIM115
+                        self._log = open(  # noqa: SIM115
+                            path, "ab", buffering=0, opener=not_by_a_link
+                        )
                     self._write_log("".join(self._lines).encode())
 
     def _write_log(self, text: bytes) -> None:

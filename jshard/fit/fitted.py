@@ -113,5 +113,7 @@ def _choice_of_run(workdir: Path, config: Config, mesh: Mesh) -> tuple[str, int]
     open_keys = [key for key in FITTED if flat[key] == FIT]
     if any(is_within(key, _OF_STEP) and key not in open_keys for key in changes):
         return None
-    remat, accumulate = (flatten(before)[key] for key in FITTED)
+    remat, accumulate = (flatten(before).get(key) for key in FITTED)
+    if not isinstance(remat, str) or not isinstance(accumulate, int):
+        return None  # nothing that a run wrote
     return remat, accumulate

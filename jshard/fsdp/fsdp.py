@@ -17,6 +17,7 @@ from jshard.cpu.pacing import pace
 from jshard.fsdp import checks, given, new_state, step
 from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
+from jshard.fsdp.program.together import Together
 from jshard.fsdp.state import ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
 from jshard.layout.batch import check_fields, split_batch
@@ -228,7 +229,7 @@ class FSDP:
         run: Any = functools.partial(fn, *args)
         run.__name__ = fn.__name__  # that of the program
         options["compiler_options"] = self.compiler_options or None
-        jitted = jax.jit(self._in_order(run), **options)
+        jitted = Together(jax.jit(self._in_order(run), **options), self.mesh)
         return Step(jitted, check_fields, pace if self._on_cpus else None)
 
     def _in_order(self, fn: Callable) -> Callable:

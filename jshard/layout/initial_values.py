@@ -16,6 +16,7 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.compat.coordination import compile_together, processes_of
 from jshard.compat.jaxprs import without_unused
 from jshard.errors import UserError
 from jshard.fsdp.mesh import shard_axes, shards_of
@@ -151,17 +152,26 @@ def _make(
     """
     parts = list(_parts(abstract))
     if len(parts) == 1:
-        return jax.jit(create, out_shardings=[x.sharding for x in abstract])(*inputs)
+        places = [x.sharding for x in abstract]
+        make = jax.jit(create, out_shardings=places)
+        compile_together(make, _processes(places), *inputs)
+        return make(*inputs)
     traced, values = jax.make_jaxpr(create)(*inputs), jax.tree.leaves(inputs)
     arrays: dict[int, jax.Array] = {}
     for part in parts:
         wanted = [i in part for i in range(len(abstract))]
         some = core.jaxpr_as_fun(without_unused(traced, wanted))
         places = [abstract[i].sharding for i in part]
-        made = jax.jit(some, out_shardings=places)(*values)
+        make = jax.jit(some, out_shardings=places)
+        compile_together(make, _processes(places), *values)
+        made = make(*values)
         # Wait, because the next part needs the device memory that this one uses.
         arrays |= zip(part, jax.block_until_ready(made), strict=True)
     return [arrays[i] for i in range(len(abstract))]
+
+
+def _processes(places: Sequence[Any]) -> tuple[int, ...]:
+    return processes_of({x for place in places for x in place.device_set})
 
 
 def _parts(abstract: Sequence[Any]) -> Iterator[list[int]]:

@@ -1,10 +1,12 @@
 """Files that only grow; what a full disk refuses waits in memory."""
 
+import io
 import os
 import shutil
 from pathlib import Path
 
 from jshard.checkpoint.atomic import replacing
+from jshard.cli.paths import not_by_a_link
 
 
 class AppendedFile:
@@ -18,7 +20,7 @@ class AppendedFile:
 
     def __init__(self, path: Path):
         self._path = path
-        self._file = path.open("a+b", buffering=0)
+        self._file = _opened(path)
         self._size = os.fstat(self._file.fileno()).st_size
         self._waiting = b""
         self.synced = self._size
@@ -86,7 +88,7 @@ class AppendedFile:
             self._file.seek(0)
             shutil.copyfileobj(self._file, file)
         self._file.close()
-        self._file = self._path.open("a+b", buffering=0)
+        self._file = _opened(self._path)
         done = f"replaced (by what is now {other})" if other else "deleted"
         return f"{name} was {done} while the run trained: it was written again"
 
@@ -95,3 +97,7 @@ class AppendedFile:
         problem = self.write(b"")
         self._file.close()
         return problem
+
+
+def _opened(path: Path) -> io.FileIO:
+    return open(path, "a+b", buffering=0, opener=not_by_a_link)

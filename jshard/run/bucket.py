@@ -5,14 +5,16 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from jshard.checkpoint.buckets.arrays import shown
 from jshard.checkpoint.buckets.mirror import (
-    CHECKPOINTS,
     fetch_run,
     fetch_steps,
     temporary_folder,
 )
 from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
+from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.selected.run_address import names_step
+from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps, step_folder
 from jshard.cli.paths import check_path, is_bucket
 from jshard.errors import RunFailed, UserError
 from jshard.run.background import Background
@@ -24,6 +26,7 @@ class RunInBucket:
     Attributes:
       url: Of the run.
       path: The local folder, which is deleted when the process exits.
+      owner: Tells this run from others at the URL once it has claimed it.
 
     Raises:
       UserError: The bucket cannot be read.
@@ -32,6 +35,7 @@ class RunInBucket:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
         self.path = temporary_folder(url)
+        self.owner = ""
         self._objects = Objects(url)
         self._copied: dict[str, tuple[int, int]] = {}  # time and size by path
         try:
@@ -54,6 +58,22 @@ class RunInBucket:
     def copied(self, name: str) -> int:
         """Returns how many bytes the bucket has of a file that only grows."""
         return self._copied.get(name, (0, 0))[1]
+
+    def claim(self) -> bool:
+        """Becomes the owner of the checkpoints: a run that was started before ends.
+
+        Returns:
+          Whether there are other steps now than in the folder.
+        """
+        try:
+            steps = StepList(Objects(self.checkpoints, AT_START))
+        except BucketError as error:
+            raise UserError(
+                f"cannot write --workdir={self.url}: {error.strerror}"
+            ) from error
+        self.owner, folder = steps.owner, self.path / CHECKPOINTS
+        there = {n: f"{self.checkpoints}/{name}" for n, name in steps.names.items()}
+        return there != {n: shown(step_folder(folder, n)) for n in find_steps(folder)}
 
     def copy(self, below: str = "") -> None:
         """Copies files that have changed to the bucket; checkpoints are there already.

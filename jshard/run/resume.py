@@ -29,9 +29,40 @@ def read_config(workdir: Path) -> dict[str, Any]:
 
 
 def read_notes(workdir: Path) -> dict[str, Any]:
-    """Reads the notes of the run in a folder; none if it has no file of them."""
-    notes = workdir / NOTES
-    return read_object(notes) if notes.exists() else {}
+    """Reads the notes of the run in a folder; none if it has no file of them.
+
+    Raises:
+      UserError: It cannot be read, or what a run goes on from has another form.
+    """
+    path = workdir / NOTES
+    if not path.exists():
+        return {}
+    notes = read_object(path)
+    for name, is_one in _FORMS.items():
+        if name in notes and not is_one(notes[name]):
+            raise UserError(
+                f"cannot resume: {name!r} in {path} is not as a run writes it: repair "
+                "the file"
+            )
+    return notes
+
+
+def _has_steps(values: Any, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(is_one, values))
+
+
+# What a run reads of its notes; the report leaves out what it cannot read.
+_FORMS: Mapping[str, Callable[[Any], bool]] = {
+    "run": lambda x: isinstance(x, str),
+    "resumed": lambda x: _has_steps(x, lambda step: type(step) is int),
+    "stopped": lambda x: not x or (isinstance(x, dict) and {*x} >= _STOPPED),
+    "generated": lambda x: _has_steps(
+        x, lambda one: isinstance(one, dict) and type(one.get("step")) is int
+    ),
+    "samples": lambda x: isinstance(x, dict),
+    "loggers": lambda x: isinstance(x, dict),
+}
+_STOPPED = {"step", "steps", "why"}
 
 
 def read_object(path: Path) -> dict[str, Any]:

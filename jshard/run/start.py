@@ -11,7 +11,7 @@ from jshard.checkpoint.local import Found, LocalCopies
 from jshard.checkpoint.orbax.folder import check_not_orbax
 from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
-from jshard.config.run_config import Config
+from jshard.config.run_config import Config, flatten
 from jshard.data.position import read_position
 from jshard.distributed.peers import Peers
 from jshard.errors import UserError
@@ -241,7 +241,7 @@ def _start_again(workdir: Path, config: Config, shown: str) -> Start:
     if not some:
         return Start()
     old = read_config(workdir)
-    if not old.get("checkpoint", {}).get("every"):
+    if not flatten(old).get("checkpoint.every"):
         return Start()  # the run never saved: RunFolder refuses to overwrite it
     changes = changed_keys(old, config)
     check_changes(changes, config.checkpoint.accept)

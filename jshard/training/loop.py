@@ -182,7 +182,7 @@ def _find_start(run: PreparedRun) -> Start | None:
         check_unlocked(run.workdir)
     start = run.find_start()
     if start.step < run.config.steps and not start.stopped:
-        return start
+        return _find_start(run) if run.claim() else start
     if first:
         finish_folder(run.workdir)
         with Copying(run.bucket, jax.process_index()):

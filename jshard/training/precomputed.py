@@ -11,7 +11,7 @@ import numpy as np
 
 from jshard.checkpoint.atomic import replacing
 from jshard.config.run_config import Config
-from jshard.data.batches import batches, eval_batches
+from jshard.data.batches import batches, complete, eval_batches
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
@@ -128,9 +128,10 @@ def _all_batches(
             "that returns a list or a grain.MapDataset, not a stream"
         )
     size = config.batch_size
-    yield from batches(
+    training = batches(
         data["train"], batch_size=size, start_step=0, num_steps=config.steps
     )
+    yield from complete(training, config.steps)
     limit = config.eval_batches or None
     for name, one in data.items():
         if name != "train" and one is not None:

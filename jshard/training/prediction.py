@@ -9,6 +9,7 @@ import grain
 import jax
 import numpy as np
 
+from jshard.data.batches import complete
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
@@ -99,7 +100,7 @@ def _batches(
     )
     own = max(0, min(per_process, len(data) - first))
     batches = padded.batch(size, batch_fn=stack).to_iter_dataset()
-    for step, batch in enumerate(batches):
+    for step, batch in enumerate(complete(iter(batches), steps)):
         yield batch, max(0, min(size, own - step * size))
 
 

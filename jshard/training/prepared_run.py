@@ -105,6 +105,16 @@ class PreparedRun:
             copies=self.copies,
         )
 
+    def claim(self) -> bool:
+        """Settles which run saves in a bucket, before this one reads its checkpoint.
+
+        Returns whether another run has saved or deleted steps meanwhile.
+        """
+        if self.bucket is None or not self.config.checkpoint.every:
+            return False
+        changed = self.peers.index == 0 and self.bucket.claim()
+        return bool(self.peers.publish("claimed", "changed" * changed))
+
     def restore(self, start: Start) -> Source:
         """Makes `state` that of `start`, unless it is at hand; None for a new run.
 

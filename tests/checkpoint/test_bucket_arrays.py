@@ -10,7 +10,6 @@ import pytest
 
 from jshard.checkpoint import manifest, stored_arrays
 from jshard.checkpoint.buckets import arrays
-from jshard.checkpoint.buckets.objects import BucketError
 from jshard.errors import UserError
 
 
@@ -134,17 +133,17 @@ def test_each_process_compares_its_share_of_the_objects(there, tmp_path):
     assert arrays.shown(tmp_path / "other") == str(tmp_path / "other")
 
 
-def test_a_chunk_that_is_damaged_is_said_and_other_errors_are_the_buckets(there):
-    with (
-        pytest.raises(UserError, match="is damaged: an array of it has another check"),
-        arrays.explained_reads(there),
-    ):
-        raise ValueError("CRC-32C mismatch")
-    with (
-        pytest.raises(BucketError, match="access denied"),
-        arrays.explained_reads(there),
-    ):
-        raise ValueError("AccessDenied")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("CRC-32C mismatch", "is damaged: an array of it has another check"),
+        ("NOT_FOUND: no such key", "objects of it are gone; if a run saves there"),
+        ("AccessDenied", "cannot read checkpoint .*: access denied"),
+    ],
+)
+def test_why_arrays_cannot_be_read_is_one_line(error, said, there):
+    with pytest.raises(UserError, match=said), arrays.explained_reads(there):
+        raise ValueError(error)
 
 
 def test_what_a_database_holds_in_its_nodes_and_what_is_read_at_once(there):

@@ -190,6 +190,32 @@ def test_a_list_that_another_run_takes_meanwhile_is_not_replaced(there):
     assert step_list.read(there) == {7: "7-ab"}
 
 
+def test_a_start_becomes_the_owner_while_another_run_saves(there, monkeypatch):
+    first = StepList(there)
+    replace, others = Objects.replace, [{2: "2-ab"}, {3: "3-cd"}]
+
+    def late(self, path, content, instead_of):
+        if others:
+            names = others.pop(0)
+            with monkeypatch.context() as patch:
+                patch.setattr(Objects, "replace", replace)
+                first.change(lambda _: names)
+        replace(self, path, content, instead_of)
+
+    monkeypatch.setattr(Objects, "replace", late)
+    assert StepList(there).names == {3: "3-cd"}
+    with pytest.raises(Overtaken):
+        first.check()
+
+
+def test_who_saves_is_who_became_the_owner_at_the_start(there, tmp_path):
+    claimed = StepList(there).owner
+    BucketSaves(there.url, tmp_path / "here", claimed)
+    StepList(there)
+    with pytest.raises(Overtaken, match="another run, which was started later"):
+        BucketSaves(there.url, tmp_path / "here", claimed)
+
+
 def test_the_list_is_sorted_and_every_write_of_it_is_another(there, monkeypatch):
     written = []
     replace = Objects.replace

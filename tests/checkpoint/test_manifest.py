@@ -65,6 +65,17 @@ def test_all_problems_are_told(step):
     ]
 
 
+def test_a_manifest_that_is_a_link_is_none(step, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "manifest.json"
+    (step / manifest.FILE).rename(elsewhere)
+    for target in (elsewhere, step / "missing"):
+        (step / manifest.FILE).symlink_to(target)
+        assert manifest.verify(step) == ["manifest.json is not a regular file"]
+        with pytest.raises(ManifestError, match="is not a regular file"):
+            manifest.read_arrays(step)
+        (step / manifest.FILE).unlink()
+
+
 @pytest.mark.parametrize(
     ("size", "digest", "fine"),
     [

@@ -278,6 +278,8 @@ def test_a_stop_iteration_of_an_example_is_an_error_at_its_line_and_no_end():
         list(read)
     line, _ = describe_user_error(error.value) or ("", "")
     assert f"test_data.py:{example.__code__.co_firstlineno + 2}: RuntimeError" in line
+    with pytest.raises(RuntimeError, match="before the end of the data"):
+        list(eval_batches(data, batch_size=4))
     data = grain.MapDataset.range(40).map(lambda index: {"x": np.float32(index)})
     read = TrainingBatches(data, None, batch_size=4, start_step=7, num_steps=10)
     assert len(list(read)) == 3

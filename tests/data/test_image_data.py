@@ -20,6 +20,7 @@ from jshard.data.images.image_sources import (
 from jshard.errors import UserError
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+features = pytest.importorskip("PIL.features")
 
 OPTIONS: dict[str, Any] = {"size": 8, "channels": 3, "classes": 3, "seed": 0}
 CLASSES = ("ant", "bee", "cat")
@@ -67,7 +68,7 @@ def test_what_pillow_decodes_is_read_and_the_rest_is_counted(tmp_path):
         assert len(find_images(str(folder), "train", 3)) == 3 + len(kinds) + 1
     assert said == [
         f"{folder / 'train'}: 9 images in 3 classes; left out 2 of .txt, 1 of no "
-        "suffix, which Pillow does not decode"
+        "suffix: images are AVIF, BMP, GIF, JPEG, JPEG2000, PNG, PPM, TGA, TIFF, WEBP"
     ]
 
 
@@ -241,6 +242,33 @@ def test_images_that_do_not_decode_are_replaced_and_do_not_count(folder):
     check_equal([got[i] for i in (0, 3, 5)], [want[i] for i in (0, 3, 5)])
     read = eval_batches(dataset, batch_size=4)
     assert sum(factor * batch["weights"].sum() for factor, batch in read) == 7
+
+
+def forged(kind: str) -> bytes:
+    """What is no image of the formats that are read, or a broken one."""
+    if kind == "EPS":
+        return b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nfail"
+    if kind == "bomb":
+        return b"P6 200000 200000 255\n" + bytes(99)
+    if kind == "cut":
+        return picture(0, kind="JPEG")[:-40]
+    if kind == "AVIF":  # whose reader has an error of its own
+        if not features.check("avif"):
+            pytest.skip("this Pillow has no AVIF")
+        return picture(0, kind="AVIF").replace(b"iloc", b"xloc")
+    return picture(0, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["EPS", "DDS", "ICO", "bomb", "cut", "AVIF"])
+def test_what_is_no_image_that_is_read_is_left_out_whatever_its_name(kind, monkeypatch):
+    def started(*args, **keywords):
+        raise AssertionError("a program was started")
+
+    monkeypatch.setattr("subprocess.check_call", started)
+    monkeypatch.setattr("subprocess.Popen", started)
+    decoder, image = Decoder(3, most_broken=1), forged(kind)
+    with pytest.warns(UserWarning, match=r"^a\.jpg does not decode and is skipped"):
+        assert decoder.decode(EncodedImage(image, 0, "a.jpg")) is None
 
 
 @pytest.mark.filterwarnings("ignore:.*does not decode and is skipped")

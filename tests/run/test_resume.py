@@ -13,9 +13,11 @@ from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from jshard.config.run_config import complete
+from jshard.distributed.log import Log
 from jshard.distributed.peers import Peers
 from jshard.errors import RunFailed, UserError
 from jshard.report.run_files import read_metrics
+from jshard.run.append import AppendedFile
 from jshard.run.lock import lock_folder
 from jshard.run.metrics import RunFolder
 from jshard.run.resume import (
@@ -283,6 +285,30 @@ def test_notes_that_are_no_json_are_an_error_that_changes_nothing(run, config):
     assert contents(run) == before
 
 
+@pytest.mark.parametrize(
+    "notes",
+    [
+        {"resumed": 3}, {"resumed": ["x"]}, {"stopped": {"step": 4}}, {"run": [1]},
+        {"generated": [{"text": "x"}]}, {"samples": []}, {"loggers": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_notes_of_another_form_are_an_error_that_changes_nothing(notes, run, config):
+    (run / "notes.json").write_text(json.dumps(notes))
+    before = contents(run)
+    with pytest.raises(UserError, match=r" in .*notes\.json is not as"):
+        RunFolder(run, config, resume_from=4)
+    assert contents(run) == before
+
+
+@pytest.mark.parametrize("group", [[], "x", None, 3])
+def test_a_config_whose_groups_are_none_is_compared_all_the_same(group, run, config):
+    (run / "config.json").write_text(json.dumps({"checkpoint": group}))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert find_start(run, config, Peers()).step == 0
+
+
 def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
     synced = []
     with RunFolder(tmp_path, config) as folder:
@@ -346,6 +372,15 @@ def test_a_lock_that_is_a_link_is_not_followed(run, config, tmp_path):
     (run / ".lock").symlink_to(tmp_path / "precious")
     with pytest.raises(UserError, match=r"\.lock is a link: give another"):
         lock_folder(run)
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("opened", [AppendedFile, lambda file: Log(file, "title")])
+def test_a_file_that_grows_is_not_appended_to_by_a_link(opened, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "file").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic link"):
+        opened(tmp_path / "file")
     assert (tmp_path / "precious").read_text() == "precious"
 
 

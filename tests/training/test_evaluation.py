@@ -12,12 +12,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import jshard
 from jshard.config.run_config import complete
-from jshard.training.callbacks.evaluation import prepare_evaluation
+from jshard.data.dataset import as_dataset
+from jshard.training.callbacks.evaluation import _agreed, prepare_evaluation
 from processes import Processes
 from resumable import RECIPE, train
+from streams import ROWS
 from test_stopping import RECIPE as WITH_SAMPLE
 
 BATCH = 16
@@ -198,3 +201,32 @@ def test_a_recipe_whose_batch_does_not_divide_its_validation_data_trains(tmp_pat
     tokens = [np.random.default_rng(i).integers(0, 64, 8, np.int32) for i in range(13)]
     mean = np.mean(np.square(tokens) @ np.arange(1, 9))
     assert json.loads(lines[-1])["eval_token_sum"] == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("there", [[1, 0], [0, 1]])
+def test_a_stream_that_ends_in_one_process_alone_ends_all_with_one_line(
+    there, monkeypatch
+):
+    data: Any = as_dataset(ROWS.__iter__, 0, repeat=False)
+    read = iter([(1, "batch")] * 3)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    flags = iter([[1, 1], [1, 1], there])
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda mine: np.array(next(flags))
+    )
+    agreed = _agreed(data, read)
+    assert [next(agreed), next(agreed)] == [(1, "batch")] * 2
+    first = there.index(0)
+    said = f"end after 2 batches in process {first}, and not in process {1 - first}"
+    with pytest.raises(jshard.UserError, match=said):
+        next(agreed)
+
+
+def test_a_stream_that_ends_in_all_processes_ends(monkeypatch):
+    data: Any = as_dataset(ROWS.__iter__, 0, repeat=False)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda mine: np.stack([mine, mine])
+    )
+    assert [*_agreed(data, iter([1, 2]))] == [1, 2]
+    assert [*_agreed(grain.MapDataset.range(3), iter([1]))] == [1]

@@ -229,15 +229,15 @@ def find_damage(folder: Path, index: int, count: int) -> list[str]:
     except manifest.ManifestError as error:
         return [str(error)]
     share = dict(sorted(arrays["objects"].items())[index::count])
-    return step.changed(share, moved=arrays["url"] != step.url)
+    with explained_reads(step):
+        return step.changed(share, moved=arrays["url"] != step.url)
 
 
 def verify_values(step: Objects, names: Iterable[str]) -> None:
     """Reads all chunks of a step's arrays, which verifies their checksums.
 
     Raises:
-      UserError: A chunk is damaged.
-      BucketError: The bucket cannot be read.
+      UserError: A chunk is damaged, or cannot be read.
     """
     stored = database(step)
     context = tensorstore.Context(stored.pop("context"))
@@ -276,14 +276,22 @@ def explained_reads(step: Objects) -> Iterator[None]:
     """Says in one line why a step's arrays cannot be read.
 
     Raises:
-      UserError: A chunk is damaged.
+      UserError: A chunk is damaged, or cannot be read.
     """
     try:
         with explained(step.url):
             yield
     except BucketError as error:
-        if re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", str(error.__cause__)):
+        cause = str(error.__cause__)
+        if re.search(r"checksum|CRC-32C|corrupt|DATA_LOSS", cause):
             raise UserError(
                 f"checkpoint {step.url} is damaged: an array of it has another checksum"
             ) from error
-        raise
+        if re.search("NOT_FOUND|NoSuchKey", cause):
+            raise UserError(
+                f"cannot read checkpoint {step.url}: objects of it are gone; if a run "
+                "saves there, it has deleted it meanwhile: try again"
+            ) from error
+        raise UserError(
+            f"cannot read checkpoint {step.url}: {error.strerror}"
+        ) from error

@@ -36,20 +36,21 @@ class BucketSaves:
     Args:
       url: The folder of checkpoints in the bucket.
       local: The local folder with the small files of its steps.
+      owner: Who owns the list of steps already; by default this becomes its owner.
 
     Raises:
       OSError: The bucket cannot be written.
     """
 
-    def __init__(self, url: str, local: Path):
-        self._objects, self._local = Objects(url), local
+    def __init__(self, url: str, local: Path, owner: str = ""):
+        self._objects, self._local, self._owner = Objects(url), local, owner
         self._leftovers: set[str] = set()
         self._attempt = ""  # the name of the save in progress, or of the last one
         on_first(self._begin)
 
     def _begin(self) -> None:
-        """Becomes the owner of the list of steps, and deletes what it does not name."""
-        self._list = StepList(self._objects)
+        """Is the owner of the list of steps, and deletes what it does not name."""
+        self._list = StepList(self._objects, self._owner)
         self.refresh()
         found = {path.partition("/")[0] for path in self._objects.paths()}
         complete = self._list.names.values()

@@ -4,6 +4,7 @@ It is replaced when all else of a checkpoint is written, and a step that is dele
 leaves it first. Listings of the bucket decide nothing.
 """
 
+import itertools
 import json
 import re
 import secrets
@@ -14,6 +15,7 @@ from jshard.checkpoint.untrusted import parse_json
 from jshard.errors import UserError
 
 FILE = "steps.json"
+_ATTEMPTS = 10  # to become its owner while another run saves there
 FORMAT = 1  # incremented when an older jshard could not read it
 Names = dict[int, str]  # the name of each step's folder, as "100-1f2e3d4c"
 
@@ -53,17 +55,34 @@ def _read(objects: Objects) -> tuple[Names, str, bytes]:
 class StepList:
     """The list below a URL, of which this process becomes the owner.
 
+    Args:
+      objects: What is below the URL.
+      owner: Who has become its owner before; "" becomes it now.
+
     Attributes:
+      owner: Tells this process from others that save there.
       names: The steps that it found.
 
     Raises:
       BucketError: It cannot be written.
+      Overtaken: ``owner`` is not the owner any more.
     """
 
-    def __init__(self, objects: Objects):
-        self._objects, self._owner = objects, secrets.token_hex(8)
-        self.names, _, generation = _read(objects)  # at the start
-        self._write(self.names, generation)
+    def __init__(self, objects: Objects, owner: str = ""):
+        self._objects, self.owner = objects, owner or secrets.token_hex(8)
+        self.names = self.check()[0] if owner else self._take()  # at the start
+
+    def _take(self) -> Names:
+        for attempt in itertools.count(1):
+            names, _, generation = _read(self._objects)
+            try:
+                self._write(names, generation)
+            except Overtaken:  # by a run that saves there now: the later start has it
+                if attempt == _ATTEMPTS:
+                    raise
+                continue
+            return names
+        raise AssertionError("the loop has no end")
 
     def change(self, changed: Callable[[Names], Names]) -> tuple[Names, Names]:
         """Replaces the steps by what ``changed`` returns; returns old and new ones.
@@ -83,7 +102,7 @@ class StepList:
           Overtaken: Another process has become the owner.
         """
         names, owner, generation = _read(self._objects)
-        if owner != self._owner:
+        if owner != self.owner:
             raise Overtaken(
                 "another run, which was started later, saves there", self._objects.url
             )
@@ -93,7 +112,7 @@ class StepList:
         steps = {str(step): name for step, name in sorted(names.items())}
         content = {
             "format": FORMAT,
-            "owner": self._owner,
+            "owner": self.owner,
             "steps": steps,
             "write": secrets.token_hex(4),  # no two are equal, nor their ETags
         }

@@ -19,8 +19,11 @@ from jshard.data.files.walk import files_of, reading
 from jshard.errors import UserError, some_of
 from jshard.hub.online.download import data_path
 
-# Formats of Pillow that it does not decode itself, or by another program.
-_NOT_DECODED = ("BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF")
+# Of photographs and drawings. Pillow knows more, of which some start programs (EPS),
+# and some crash on damaged files (DDS).
+FORMATS = (
+    "AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TGA", "TIFF", "WEBP",
+)  # fmt: skip
 RECORDS = ".array_record"
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev")}
 _LABEL = struct.Struct("<i")
@@ -39,10 +42,10 @@ def pillow() -> Any:
 
 @functools.cache
 def suffixes() -> tuple[str, ...]:
-    """Returns the ends of the names of files that the installed Pillow decodes."""
+    """Returns the ends of the names of files in formats that the Pillow here reads."""
     image = pillow()
     image.init()
-    known = {*image.OPEN, "MPO"} - {*_NOT_DECODED}  # MPO is opened as JPEG
+    known = {*FORMATS, "MPO"} & {*image.OPEN, "MPO"}  # MPO is opened as JPEG
     return tuple(
         x for x, kind in image.registered_extensions().items() if kind in known
     )
@@ -79,7 +82,8 @@ class ImageFolder:
         text = f"{folder}: {len(self._files):,} images in {len(self.classes)} classes"
         if left_out:
             kinds = [f"{count:,} of {kind}" for kind, count in left_out.most_common()]
-            text += f"; left out {some_of(kinds)}, which Pillow does not decode"
+            read = ", ".join(FORMATS)
+            text += f"; left out {some_of(kinds)}: images are {read}"
         note(text)
 
     def __len__(self) -> int:

@@ -1,14 +1,18 @@
 """Evaluations, traced before the first step to find mistakes early."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jshard.cli.formatting import did_you_mean
 from jshard.data.batches import eval_batches, has_weights
 from jshard.data.dataset import Dataset, Sets
+from jshard.data.iterables import Stream
 from jshard.errors import RunFailed, UserError
 from jshard.evaluate.in_runs import RunTasks
 from jshard.fsdp.state import TrainState
@@ -86,7 +90,8 @@ def prepare_evaluation(
 
     def total_of(state: TrainState, dataset: Dataset | None) -> Any:
         total: Any = 0
-        for factor, batch in eval_batches(dataset, max_batches=limit, **reader):
+        read = eval_batches(dataset, max_batches=limit, **reader)
+        for factor, batch in _agreed(dataset, read):
             previous = total
             means = eval_step(state, fsdp.shard_batch(run.filled(batch)))
             if factor < 0 and has_weights(batch) and means.leaves_out():
@@ -151,3 +156,25 @@ def _check_names(own: Mapping[str, Sequence[str]], best: str, averages: bool) ->
             f"--config.checkpoint.best={best}: evaluations have no such metric; they "
             f"have {', '.join(names)}{did_you_mean(best, names)}"
         )
+
+
+def _agreed(data: Any, read: Iterator[Any]) -> Iterator[Any]:
+    """Yields batches; a UserError in all processes if a stream ends in some alone.
+
+    Those would go on with the next training step, and the others wait for them.
+    """
+    if not isinstance(data, Stream) or jax.process_count() == 1:
+        yield from read
+        return
+    for number in itertools.count():
+        batch = next(read, None)
+        there = multihost_utils.process_allgather(np.int32(batch is not None))
+        if there.any() and not there.all():
+            raise UserError(
+                f"the validation data end after {number} batches in process "
+                f"{there.argmin()}, and not in process {there.argmax()}: every process "
+                "must read the same"
+            )
+        if batch is None:
+            return
+        yield batch

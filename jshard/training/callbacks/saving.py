@@ -70,6 +70,7 @@ class Saving(AbstractContextManager):
                 highest=options.best_is == "highest",
                 report=self._ended.put,
                 local=folder.path / CHECKPOINTS,
+                owner=run.bucket.owner if run.bucket else "",
             )
 
     def after_step(
