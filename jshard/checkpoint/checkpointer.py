@@ -28,6 +28,7 @@ from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.paths import check_path, is_bucket
 from jshard.errors import UserError
+from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.state import TrainState, check_kept
 
 _checkpointers = itertools.count()  # all processes make them in one order
@@ -116,6 +117,7 @@ class Checkpointer:
 
     # Saving.
 
+    @own_mesh()
     def save(
         self,
         state: TrainState,
@@ -224,6 +226,7 @@ class Checkpointer:
 
     # Restoring.
 
+    @own_mesh()
     def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """Reads a state onto the mesh, dtypes and memory kinds of ``abstract``.
 

@@ -16,6 +16,7 @@ from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
 from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import checks, given, step
+from jshard.fsdp.callers_mesh import in_own_mesh, own_mesh
 from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import ModelArrays, Step, TrainState, check_kept
@@ -40,8 +41,8 @@ class FSDP:
 
     Args:
       mesh: a mesh with axes "replica" and "fsdp", and maybe "context"
-        (``jshard.make_mesh``). With an abstract one (``mesh.abstract_mesh``), steps can
-        be traced but not run.
+        (``jshard.make_mesh``); Explicit axes are made Auto. With an abstract one
+        (``mesh.abstract_mesh``), steps can be traced but not run.
       policy: what is gathered, kept and reduced, and in which dtypes.
       units: module types whose instances become Units, without editing the model. A
         mapping also says how many leading dimensions of a type's variables count layers
@@ -53,8 +54,7 @@ class FSDP:
         (``jshard.compat.xla_options``); None leaves an option to XLA.
 
     Raises:
-      UserError: the mesh lacks an axis, the policy does not fit it, or ``units`` holds
-        something other than module types.
+      UserError: the mesh lacks an axis, the policy does not fit it, or a unit no type.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FSDP:
         tensor_splits: Mapping[str, Split] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ):
-        self.mesh: Any = check_mesh(mesh)
+        mesh = self.mesh = check_mesh(mesh)
         self.policy: Policy = policy or Policy()
         self.policy.check_groups(shards_of(mesh, split=True))
         splits = tensor_splits or {}
@@ -75,8 +75,7 @@ class FSDP:
         checks.check_precisions(self.policy, mesh)
         self.units = given.check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        paths = tuple(self.tensor_splits)
-        self._build = functools.partial(step.build, self.units, paths)
+        self._build = functools.partial(step.build, self.units, (*self.tensor_splits,))
         self.compiler_options = xla_options.compiler_options(
             platform(mesh),
             mesh.size,
@@ -86,6 +85,7 @@ class FSDP:
 
     # States.
 
+    @in_own_mesh
     def init(
         self,
         make_model: Callable[[nnx.Rngs], nnx.Module],
@@ -119,6 +119,7 @@ class FSDP:
             abstract = dataclasses.replace(abstract, frozen=frozen)
         return fill(abstract, create, (seed_array, frozen), self._in_order)
 
+    @own_mesh()
     def from_model(
         self,
         model: nnx.Module,
@@ -158,6 +159,7 @@ class FSDP:
         rest = fill(rest, start, inputs, self._in_order)
         return dataclasses.replace(abstract, **arrays._asdict(), **rest)
 
+    @in_own_mesh
     def abstract_state(
         self,
         make_model: Callable[[nnx.Rngs], nnx.Module],
@@ -251,8 +253,7 @@ class FSDP:
             whole: on a mesh with a "context" axis, examples are split over it, too.
           donate_batch: whether outputs take the memory of the batch.
         """
-        donated = 1 if donate_batch else ()
-        return self._jit(step.predict_step, fn, donate_argnums=donated)
+        return self._jit(step.predict_step, fn, donate_argnums=(1,) * donate_batch)
 
     def _jit(self, fn: Callable, *args: Any, **options: Any) -> Step[Any]:
         """Jits a function of ``jshard.fsdp.step``, for a state and a batch."""
@@ -263,7 +264,7 @@ class FSDP:
         run.__name__ = fn.__name__  # that of the program
         options["compiler_options"] = self.compiler_options or None
         jitted = jax.jit(self._in_order(run), **options)
-        return Step(jitted, check_fields, pace if self._on_cpus else None)
+        return Step(jitted, self.mesh, check_fields, pace if self._on_cpus else None)
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn
@@ -285,8 +286,7 @@ class FSDP:
         """Makes global arrays from this process's part of a batch, (examples, ...).
 
         An array of typed random keys has a key an example. A scalar, which may be a
-        key, stays whole: every example of every process, device and micro-batch has
-        the same.
+        key, stays whole, the same for every example of every process and micro-batch.
 
         "context" and "tensor" split arrays of two and more dimensions along the second,
         the sequence. Processes that share sequences all pass them whole.
@@ -309,16 +309,17 @@ class FSDP:
     def model(self, state: TrainState) -> nnx.Module:
         """Returns an ordinary module over the state's global, sharded arrays.
 
-        What is padded in the state (shards do not divide it) is whole on each device,
-        and what is in 4 bits is decoded.
+        What is padded is whole on each device, what is in 4 bits is decoded. Within
+        ``jax.set_mesh`` of Explicit axes everything is whole, as Flax's layers need it.
 
         Raises:
-          UserError: the state was donated to a train step.
+          UserError: the state was donated, or the mesh set has other devices.
         """
         check_kept(state)
         arrays = transfer.as_read(state.model_arrays, self.mesh)
         return of_one_device(nnx.merge(state.graphdef, *arrays, copy=True))
 
+    @own_mesh()
     def put(self, state: TrainState, **fields: Any) -> TrainState:
         """Returns the state with other values in some fields: the inverse of ``fetch``.
 

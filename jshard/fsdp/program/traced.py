@@ -40,16 +40,25 @@ def tracing() -> Iterator[list[tuple[str, str]]]:
     """Traces of a step's model and loss go within; yields what ``tell_of_reads`` takes.
 
     Raises:
-      UserError: a unit is differentiated in forward mode.
+      UserError: a unit is differentiated in forward mode, or a layer names axes that it
+        cannot split anything over.
     """
     try:
         with noting_reads() as reads:
             yield reads
         return
-    except (NotImplementedError, TypeError) as error:
+    except (NotImplementedError, TypeError, ValueError) as error:
+        line, reason = lines.line_of_error(error), str(error).partition(". ")[0]
+        if isinstance(error, UserError):
+            raise
+        if lines.is_of_sharding(error):
+            raise UserError(
+                f"{line}: a value is given a sharding (out_sharding=, reshard or a "
+                "constraint) in a step, where each device computes with its own "
+                f"examples; leave that out (JAX: {reason})"
+            ) from error
         if not lines.is_of_forward_mode(error):
             raise
-        line = lines.line_of_error(error)
     refuse_forward_mode(line)
 
 
