@@ -46,9 +46,7 @@ def test_within_any_mesh_of_the_same_devices_all_is_as_without(
 ):
     with jax.set_mesh(mesh_of(name, kind)):
         found = program.results(tmp_path, BATCH, init=False)
-    assert {f: same(x, alone[f]) for f, x in found.items()} == dict.fromkeys(
-        alone, True
-    )
+    assert [f for f, x in found.items() if not same(x, alone[f])] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,13 +57,9 @@ def test_within_a_mesh_of_other_devices_steps_run_and_calls_are_refused(
         _, metrics = program.train_step(program.state.copy(), BATCH)
         means = program.eval_step(program.state, program.fsdp.shard_batch(BATCH))
         assert (means + means).compute() == alone["eval"]
-        with pytest.raises(
-            jshard.UserError, match="or within jax.set_mesh.None., or in"
-        ):
+        with pytest.raises(jshard.UserError, match=r"or within jax\.set_mesh\("):
             program.fsdp.model(program.state)
-        with pytest.raises(
-            jshard.UserError, match="batch: '' is on .*cpu:1, but FSDP's"
-        ):
+        with pytest.raises(jshard.UserError, match=r"batch: .*cpu:1, but FSDP's"):
             program.train_step(program.state, jnp.asarray(BATCH))
         with jax.set_mesh(None):
             program.fsdp.model(program.state)
@@ -73,11 +67,9 @@ def test_within_a_mesh_of_other_devices_steps_run_and_calls_are_refused(
 
 
 @pytest.mark.parametrize("own", KINDS)
-@pytest.mark.parametrize(
-    ("name", "kind"), [("own", "Explicit"), ("other axes", "Auto")]
-)
-def test_states_are_born_the_same_within_any_mesh(program, own, name, kind):
-    with jax.set_mesh(mesh_of(name, kind)):
+def test_states_are_born_the_same_within_any_mesh(program, own):
+    context = {"Auto": ("own", "Explicit"), "Explicit": ("other axes", "Auto")}[own]
+    with jax.set_mesh(mesh_of(*context)):
         fsdp = jshard.FSDP(mesh_of("own", own), program.fsdp.policy)
         state = fsdp.init(Net, TX)
         abstract = fsdp.abstract_state(Net, TX)
@@ -95,12 +87,12 @@ def test_batches_and_states_may_be_on_any_mesh_of_the_same_devices(
     def there(x: jax.Array) -> jax.Array:
         split = x.ndim and x.shape[0] % 8 == 0
         spec = PartitionSpec("data") if split else PartitionSpec()
-        return jax.device_put(np.asarray(x), NamedSharding(turned, spec))
+        return jax.device_put(x, NamedSharding(turned, spec))
 
-    batch, state = there(BATCH), jax.tree.map(there, program.state)
+    batch, state = there(BATCH), jax.tree.map(there, program.state.copy())
     _, metrics = program.train_step(state, batch)
     assert float(metrics["loss"]) == alone["train"][0]
-    assert (means := program.eval_step(program.state, batch)).compute()
+    means = program.eval_step(program.state, batch)
     assert means.loss.terms[0][1].total.sharding.mesh == program.fsdp.mesh
 
 
@@ -109,9 +101,7 @@ def test_steps_are_lowered_and_traced_within_any_mesh(program):
         batch = program.fsdp.shard_batch(BATCH)
         assert batch.sharding.spec == PartitionSpec(("data", "model"))
         traced = program.eval_step.trace(program.abstract, batch)
-        with pytest.raises(
-            jshard.UserError, match="of Explicit axes .* the step outside"
-        ):
+        with pytest.raises(jshard.UserError, match=r"of Explicit axes .* outside"):
             jax.eval_shape(program.eval_step, program.state, batch)
     assert "shard_map" in str(traced.jaxpr)
 
@@ -122,9 +112,7 @@ def test_an_array_of_explicit_axes_that_nobody_passed_is_refused_in_one_line(pro
         step = program.fsdp.eval_step(
             lambda m, batch: jshard.Mean((m(batch) * weights).sum(), len(batch))
         )
-        with pytest.raises(
-            jshard.UserError, match="neither in the state nor in the bat"
-        ):
+        with pytest.raises(jshard.UserError, match="neither in the state nor"):
             step(program.state, BATCH)
 
 
@@ -179,8 +167,6 @@ def test_the_table_of_meshes_and_contexts_is_what_happens_now(tmp_path):
 
 def test_the_table_has_every_mesh_and_context():
     text = FIGURES.read_text().partition("## Meshes that the caller has set")[2]
-    rows = [
-        line for line in text.splitlines() if re.match(r"\| (Auto|Explicit) ", line)
-    ]
+    rows = re.findall(r"^\| (?:Auto|Explicit) .*$", text, re.MULTILINE)
     assert len(rows) == len(KINDS) * (1 + len(CONTEXTS) * len(KINDS))
     assert all(row.count("|") == len(FUNCTIONS) + 3 for row in rows)

@@ -15,24 +15,24 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
     "commands": 1213,
-    "surface": 677,
+    "surface": 679,
     "plan": 5292,
-    "training": 15607,
-    "checkpoint": 6500,
-    "generation": 1214,
+    "training": 15610,
+    "checkpoint": 6503,
+    "generation": 1218,
     "start-up note": 444,
-    "fsdp": 2422,
-    "nn": 1985,
+    "fsdp": 2434,
+    "nn": 1988,
     "optim": 1638,
     "unit": 3644,
     "cpu": 423,
     "collectives": 711,
-    "layout": 2466,
+    "layout": 2481,
     "distributed": 1907,
     "cli": 768,
-    "compat": 1030,
+    "compat": 1041,
     "parallel": 564,
-    "ground": 1560,
+    "ground": 1769,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10
