@@ -141,14 +141,16 @@ def test_a_model_annotated_for_eager_sharding_trains_as_without_annotations(kind
     def make(rngs: nnx.Rngs, *, names: bool = True) -> nnx.Module:
         init = nnx.initializers.lecun_normal()
         split = nnx.with_partitioning(init, (None, "model")) if names else init
-        return nnx.Linear(12, 8, kernel_init=split, rngs=rngs)
+        linear = nnx.Linear(12, 8, kernel_init=split, rngs=rngs)
+        return nnx.Sequential(jshard.Unit(linear))
 
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), jshard.Policy(min_shard_elements=0))
     tx = optax.sgd(0.1)
     step = fsdp.train_step(loss_fn, tx)
     with jax.set_mesh(mesh_of("other axes", kind)):
         eager = make(nnx.Rngs(jax.random.key(0)))
-        assert eager.kernel.get_value().sharding.spec == PartitionSpec(None, "model")
+        (kernel, _) = jax.tree.leaves(nnx.state(eager, nnx.Param))[::-1]
+        assert kernel.sharding.spec == PartitionSpec(None, "model")
         states = [fsdp.init(make, tx), fsdp.from_model(eager, tx)]
         losses = [float(step(state, BATCH)[1]["loss"]) for state in states]
     plain = fsdp.from_model(make(nnx.Rngs(jax.random.key(0)), names=False), tx)
