@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,7 @@ def test_batches_and_states_may_be_on_any_mesh_of_the_same_devices(
 ):
     turned = Mesh(np.array(jax.devices()[::-1]), ("data",), axis_types=(KINDS[kind],))
 
-    def there(x: jax.Array) -> jax.Array:
+    def there(x: Any) -> jax.Array:
         split = x.ndim and x.shape[0] % 8 == 0
         spec = PartitionSpec("data") if split else PartitionSpec()
         return jax.device_put(x, NamedSharding(turned, spec))

@@ -81,19 +81,20 @@ class Program:
 
         Results are computed with, as a program would, or only ``read``.
         """
-        xnp = np if read else jnp
+        to_host = np.asarray if read else lambda x: x
         batch = self.fsdp.shard_batch(batch)
 
         def train() -> Any:
             state, metrics = self.train_step(self.state.copy(), batch)
-            return float(xnp.add(metrics["loss"], 0)), self.fsdp.fetch(state.params)
+            return float(to_host(metrics["loss"]) + 0), self.fsdp.fetch(state.params)
 
         def evaluate() -> Any:
             means = self.eval_step(self.state, batch)
             return (means + means).compute()
 
         def predict() -> Any:
-            return np.asarray(xnp.argmax(self.predict_step(self.state, batch), axis=-1))
+            logits = to_host(self.predict_step(self.state, batch))
+            return np.asarray(logits.argmax(axis=-1))
 
         def save() -> Any:
             with jshard.Checkpointer(folder) as checkpoints:
