@@ -77,7 +77,8 @@ ROOMS = {
     "ground": Room(
         0, 0, 860, "mesh axes, all knobs, TrainState",
         "errors cli/formatting cli/knob compat/versions "
-        "fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state pipe/in_stages",
+        "fsdp/callers_mesh fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state "
+        "pipe/in_stages",
     ),
 }  # fmt: skip
 

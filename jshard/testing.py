@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import make_mesh
 from jshard.fsdp.policy import Policy
@@ -22,6 +23,7 @@ from jshard.nn.loss import as_loss
 _SMALLEST = 1e-2
 
 
+@own_mesh()
 def check_step(
     fsdp: FSDP,
     make_model: Callable[[nnx.Rngs], nnx.Module],

@@ -29,6 +29,7 @@ from jshard.checkpoint.selected.best_step import best_among
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.cli.paths import check_path, is_bucket
 from jshard.errors import UserError
+from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.state import TrainState, check_kept
 
 _checkpointers = itertools.count()  # all processes make them in one order
@@ -121,6 +122,7 @@ class Checkpointer:
 
     # Saving.
 
+    @own_mesh()
     def save(
         self,
         state: TrainState,
@@ -220,6 +222,7 @@ class Checkpointer:
 
     # Restoring.
 
+    @own_mesh()
     def restore(self, abstract: TrainState, step: int | None = None) -> TrainState:
         """Reads a state onto the mesh, dtypes and memory kinds of ``abstract``.
 

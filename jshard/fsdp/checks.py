@@ -270,7 +270,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
             "gathered at the start of a step and kept: wrap the modules of "
             f"{largest} in jshard.Unit, or name their types in units=",
-            stacklevel=4,
+            stacklevel=5,
         )
     replicated = [path for path in sizes if places[path].dim is None]
     part, largest = share(replicated)
@@ -281,7 +281,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
             f"{largest}: they have fewer than policy.min_shard_elements="
             f"{policy.min_shard_elements} elements (lower it), or further mesh "
             "axes split all their dimensions",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def keeps_its_own(path: tuple, variable: nnx.Variable) -> bool:
@@ -295,7 +295,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
             f"{part:.0%} of the parameters are in modules whose own dtype is wider "
             "than precision.compute, and is kept: leave out the dtype of the modules "
             f"of {largest}, or give them a precision in policy.overrides",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -14,9 +14,11 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.compat import xla_options
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
-from jshard.fsdp import checks, given, new_state, step
+from jshard.fsdp import checks, given, step
+from jshard.fsdp.callers_mesh import in_own_mesh, own_mesh
 from jshard.fsdp.mesh import check_mesh, platform, shards_of
 from jshard.fsdp.policy import Policy
+from jshard.fsdp.program import new_state
 from jshard.fsdp.program.together import Together
 from jshard.fsdp.state import ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
@@ -39,8 +41,8 @@ class FSDP:
 
     Args:
       mesh: a mesh with axes "replica" and "fsdp", and maybe "context"
-        (``jshard.make_mesh``). With an abstract one (``mesh.abstract_mesh``), steps can
-        be traced but not run.
+        (``jshard.make_mesh``); Explicit axes are made Auto. With an abstract one
+        (``mesh.abstract_mesh``), steps can be traced but not run.
       policy: what is gathered, kept and reduced, and in which dtypes.
       units: module types whose instances become Units, without editing the model. A
         mapping also says how many leading dimensions of a type's variables count layers
@@ -52,8 +54,7 @@ class FSDP:
         (``jshard.compat.xla_options``); None leaves an option to XLA.
 
     Raises:
-      UserError: the mesh lacks an axis, the policy does not fit it, or ``units`` holds
-        something other than module types.
+      UserError: the mesh lacks an axis, the policy does not fit it, or a unit no type.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class FSDP:
         tensor_splits: Mapping[str, Split] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ):
-        self.mesh: Any = check_mesh(mesh)
+        mesh = self.mesh = check_mesh(mesh)
         self.policy: Policy = policy or Policy()
         self.policy.check_groups(shards_of(mesh, split=True))
         splits = tensor_splits or {}
@@ -82,6 +83,7 @@ class FSDP:
 
     # States.
 
+    @in_own_mesh
     def init(
         self,
         make_model: Callable[[nnx.Rngs], nnx.Module],
@@ -115,6 +117,7 @@ class FSDP:
             abstract = dataclasses.replace(abstract, frozen=frozen)
         return fill(abstract, create, (seed_array, frozen), self._in_order)
 
+    @own_mesh()
     def from_model(
         self,
         model: nnx.Module,
@@ -159,6 +162,7 @@ class FSDP:
         rest = fill(rest, start, inputs, self._in_order)
         return dataclasses.replace(abstract, **arrays._asdict(), **rest)
 
+    @in_own_mesh
     def abstract_state(
         self,
         make_model: Callable[[nnx.Rngs], nnx.Module],
@@ -220,7 +224,7 @@ class FSDP:
             whole: on a mesh with a "context" axis, examples are split over it, too.
           donate_batch: whether outputs take the memory of the batch.
         """
-        donated = 1 if donate_batch else ()
+        donated = (1,) * donate_batch
         return self._jit(step.predict_step, fn, 0, donate_argnums=donated)
 
     def _jit(self, fn: Any, own: Any, seed: int, *args: Any, **options: Any) -> Step:
@@ -230,7 +234,7 @@ class FSDP:
         run.__name__ = fn.__name__  # that of the program
         options["compiler_options"] = self.compiler_options or None
         jitted = Together(jax.jit(self._in_order(run), **options), self.mesh)
-        return Step(jitted, check_fields, pace if self._on_cpus else None)
+        return Step(jitted, self.mesh, check_fields, pace if self._on_cpus else None)
 
     def _in_order(self, fn: Callable) -> Callable:
         return in_order(fn) if self._on_cpus else fn
@@ -252,8 +256,7 @@ class FSDP:
         """Makes global arrays from this process's part of a batch, (examples, ...).
 
         An array of typed random keys has a key an example. A scalar, which may be a
-        key, stays whole: every example of every process, device and micro-batch has
-        the same.
+        key, stays whole, the same for every example of every process and micro-batch.
 
         "context" and "tensor" split arrays of two and more dimensions along the second,
         the sequence. Processes that share sequences all pass them whole.
@@ -277,11 +280,12 @@ class FSDP:
         """Returns an ordinary module over the state's global, sharded arrays.
 
         What is padded in the state (shards do not divide it) is whole on each device,
-        and what is in 4 bits is decoded. Modules are in eval mode if ``train`` is False
-        and in train mode if True; by default as they were made, often to train.
+        and what is in 4 bits is decoded; within ``jax.set_mesh`` of Explicit axes
+        everything is whole, as Flax's layers need it. Modules are in eval mode if
+        ``train`` is False and in train mode if True; by default as they were made.
 
         Raises:
-          UserError: the state was donated to a train step.
+          UserError: the state was donated, or the mesh set has other devices.
         """
         check_kept(state)
         arrays = transfer.as_read(state.model_arrays, self.mesh)
@@ -310,6 +314,7 @@ class FSDP:
         model = self.model(state)
         return nnx_optimizer.given_back(model, optimizer, wrt, state, self.mesh)
 
+    @own_mesh()
     def put(self, state: TrainState, **fields: Any) -> TrainState:
         """Returns the state with other values in some fields: the inverse of ``fetch``.
 

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from jshard.compat.flax_modules import is_pytree, record, unrecorded
 from jshard.errors import UserError
+from jshard.fsdp.callers_mesh import taken
 from jshard.fsdp.state import check_kept
 from jshard.layout.specs import is_annotated
 from jshard.layout.variables import expose_arrays, reachable, variables
@@ -104,6 +105,7 @@ def existing(model: Any) -> tuple[Callable[[nnx.State], nnx.Module], nnx.State]:
         )
     undo = _expose_parameters(model)
     graphdef, values = nnx.split(model)
+    values = taken(values, None, "model")
     for restore in undo:
         restore()
     check_kept(values)

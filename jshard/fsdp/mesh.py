@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jshard.errors import UserError
+from jshard.fsdp.callers_mesh import of_auto_axes
 from jshard.fsdp.scopes import within
 from jshard.pipe.in_stages import stages_here
 
@@ -190,8 +191,8 @@ def _within_hosts(
     return len(hosts) // (fsdp * within), fsdp
 
 
-def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """Returns ``mesh``; raises UserError for axes that it lacks or may not have."""
+def check_mesh(mesh: Mesh | AbstractMesh) -> Any:
+    """Returns ``mesh`` with Auto axes; raises UserError for axes that it lacks."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise UserError(f"mesh is a {type(mesh).__name__}; see jshard.make_mesh")
     missing = [axis for axis in (REPLICA, FSDP) if axis not in mesh.axis_names]
@@ -200,7 +201,7 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
             f"mesh: axes {mesh.axis_names} lack {missing}; make one with "
             "jshard.make_mesh, or add an axis of size 1"
         )
-    return mesh
+    return of_auto_axes(mesh)
 
 
 def mesh_text(mesh: Mesh) -> str:

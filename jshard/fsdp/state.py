@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jshard.errors import UserError
+from jshard.fsdp.callers_mesh import given_back, own_mesh, taken
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +74,7 @@ class TrainState:
         """Returns (path, variable) of the trained, then of the frozen parameters."""
         return [*nnx.to_flat_state(self.params), *nnx.to_flat_state(self.frozen)]
 
+    @own_mesh()
     def copy(self) -> "TrainState":
         """Returns a state with arrays of its own, which train steps do not reuse.
 
@@ -89,6 +91,7 @@ class TrainState:
         """Returns ``copy()``."""
         return self.copy()
 
+    @own_mesh()
     def with_ema_params(self) -> "TrainState":
         """Returns this state with the averages as its parameters, cast to their dtypes.
 
@@ -165,24 +168,31 @@ Result = TypeVar("Result", covariant=True)
 class Step(Generic[Result]):
     """A jitted step that refuses a state or a batch that was donated.
 
-    JAX itself may end the process (SIGSEGV: 0.10.2, eight CPU devices). Other
-    attributes (``lower``, ``trace``) are those of the jitted function.
+    JAX itself may end the process (SIGSEGV: 0.10.2, eight CPU devices). It runs on the
+    mesh that it was made for, and other attributes (``lower``, ``trace``) are those of
+    the jitted function there.
     """
 
-    def __init__(self, jitted: Any, check: Callable, after: Callable | None = None):
+    def __init__(
+        self, jitted: Any, mesh: Any, check: Callable, after: Callable | None = None
+    ):
         """Wraps what ``jax.jit`` returned.
 
         ``check`` is given each batch, and ``after`` each result.
         """
         self._jitted, self._check, self._after = jitted, check, after
+        self.mesh = mesh
         functools.update_wrapper(self, jitted)
 
     def __call__(self, state: TrainState, batch: Any) -> Result:
         """Runs the step.
 
+        Arrays may be on any mesh of the same devices. Within ``jax.set_mesh`` of
+        Explicit axes, results but the state are on that mesh.
+
         Raises:
-          UserError: state or batch was donated, or is none, or a layer left an array
-            outside of its call.
+          UserError: state or batch was donated, is none or is on other devices, or a
+            layer left an array outside of its call.
         """
         if not isinstance(state, TrainState):
             name = type(state).__name__
@@ -196,18 +206,36 @@ class Step(Generic[Result]):
             )
         debugged = [x for x in _DEBUGGED if getattr(jax.config, x)]
         run = _debugged(self._jitted, debugged) if debugged else self._jitted
+        with own_mesh(self.mesh) as callers:
+            state = taken(state, self.mesh, "state")
+            outputs = self._run(run, state, taken(batch, self.mesh, "batch"))
+            if self._after is not None:
+                self._after(outputs)
+            is_state = lambda x: isinstance(x, TrainState)
+            return jax.tree.map(
+                lambda x: x if is_state(x) else given_back(x, callers),
+                outputs,
+                is_leaf=is_state,
+            )
+
+    def _run(self, run: Callable, state: TrainState, batch: Any) -> Any:
         try:
-            outputs = run(state, batch)
+            return run(state, batch)
         except jax.errors.UnexpectedTracerError as error:
             raise UserError(
                 "an array that a layer in units=, or a function that JAX traced, put "
                 "into a global or another object outside is read after the call; "
                 "return it, or put it into a list or dict that is an argument"
             ) from error
-        if self._after is not None:
-            self._after(outputs)
-        return outputs
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the jitted function."""
-        return getattr(self._jitted, name)
+        """Returns an attribute of the jitted function; methods run as the step does."""
+        found = getattr(self._jitted, name)
+        if not callable(found):
+            return found
+
+        @own_mesh(self.mesh)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return found(*taken(args, self.mesh, name), **kwargs)
+
+        return run

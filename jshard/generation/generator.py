@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.generation import decoding
@@ -54,6 +55,7 @@ class Generator:
       UserError: the model cannot decode.
     """
 
+    @own_mesh()
     def __init__(self, model: nnx.Module, devices: Sequence[Any] | None = None):
         check_decodes(model)
         self._start(replicated(model, devices or jax.devices()[:1]))
@@ -76,6 +78,7 @@ class Generator:
         if not is_encoder_decoder(placement.model):
             context_length(placement.model)  # raises a UserError if it is not known
 
+    @own_mesh()
     def __call__(
         self, prompts: Sequence[Sequence[int] | np.ndarray], **options: Any
     ) -> list[list[int]]:
@@ -224,6 +227,7 @@ class Generator:
         return self._placement.program((count, sampling, stop), steps)
 
 
+@own_mesh()
 def generate(
     model: nnx.Module | Generator,
     prompts: Sequence[Any],

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.errors import UserError, some_of
+from jshard.fsdp.callers_mesh import given_back, own_mesh
 from jshard.fsdp.mesh import (
     axes_of,
     batch_spec,
@@ -28,6 +29,11 @@ from jshard.fsdp.mesh import (
 
 def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:
     """Makes the global arrays of ``FSDP.shard_batch``; ``shard_examples`` if whole."""
+    with own_mesh(mesh) as callers:
+        return given_back(_split(local_batch, mesh, whole), callers)
+
+
+def _split(local_batch: Any, mesh: Mesh, whole: bool) -> Any:
     _, parts = rows_of_process(mesh, whole=whole)
     check_fields(local_batch)
     check_batch(local_batch, mesh, parts=parts, whole=whole)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jshard.errors import UserError
 from jshard.four_bit.base import decoded, decoded_spec, encode_layers, four_bit_of
+from jshard.fsdp.callers_mesh import check_devices, given_back, own_mesh
 from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device
 from jshard.layout.padding import exact_values, padding_now
@@ -133,6 +134,7 @@ def _put_typed(array: np.ndarray, like: Any) -> jax.Array:
     return put(array, like)
 
 
+@own_mesh()
 def fetch_exact(leaf: Any) -> Any:
     """Returns an array, or a variable without its padding, on the host."""
     full = jax.tree.map(fetch, leaf)
@@ -146,7 +148,11 @@ def as_read(tree: Any, mesh: Any) -> Any:
     """Returns a tree with the values that models read.
 
     Variables that were padded are whole on each device, and those in 4 bits are
-    decoded, as shards.
+    decoded, as shards. On a mesh of Explicit axes that the caller has set, all are
+    whole.
+
+    Raises:
+      UserError: the caller's mesh has other devices.
     """
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -162,7 +168,10 @@ def as_read(tree: Any, mesh: Any) -> Any:
         leaf = jax.tree.map(on_device, leaf)
         return jax.jit(_decoded_and_exact, out_shardings=place)(leaf)
 
-    return jax.tree.map(one, tree, is_leaf=is_variable)
+    with own_mesh(mesh) as callers:
+        read = jax.tree.map(one, tree, is_leaf=is_variable)
+        check_devices(read, callers)
+        return given_back(read, callers, whole=True)
 
 
 def _decoded_and_exact(leaf: nnx.Variable) -> nnx.Variable:

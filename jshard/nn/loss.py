@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jshard.errors import UserError
+from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.precision import at_least_float32
 from jshard.nn.count import Count, add_up, as_float, exact, times
@@ -175,6 +176,7 @@ class Means:
     loss: Loss
     metrics: Mapping[str, Mean | Max]
 
+    @own_mesh()
     def _map(
         self, fn: Callable[..., Mean], pick: Callable[..., Max], *others: "Means"
     ) -> "Means":
@@ -215,6 +217,7 @@ class Means:
         """Returns whether any term of the loss counted anything."""
         return any(float(mean.count) > 0 for _, mean in self.loss.terms)
 
+    @own_mesh()
     def compute(self) -> dict[str, float]:
         """Returns floats by name: first "loss", which is nan if nothing was counted."""
         means = {"loss": self.loss, **self.metrics}

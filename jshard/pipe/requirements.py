@@ -67,5 +67,5 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
         warnings.warn(
             f"mesh: pipe={number}: with policy.accumulate={policy.accumulate} a device "
             f"is idle for {idle:.0%} of a step (the bubble); with {least}, for 33%",
-            stacklevel=5,  # the caller of FSDP.init
+            stacklevel=6,  # the caller of FSDP.init
         )

@@ -20,6 +20,7 @@ from jshard.config.run_config import Config, complete
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.errors import UserError
 from jshard.fit.memory_choice import Candidate
+from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import make_mesh
 from jshard.fsdp.policy import Policy
@@ -138,6 +139,7 @@ class TrainedModel:
         found = find_parameters(self.path, abstract_state, tensors=tensors)
         return job.fsdp, start_from(found, abstract_state, job.initial_state)
 
+    @own_mesh()
     def load_whole(self, device: Any) -> nnx.Module:
         """Reads the weights to one device; returns the model in eval mode.
 

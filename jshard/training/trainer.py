@@ -19,6 +19,7 @@ from jshard.config.run_config import Config
 from jshard.data.dataset import as_dataset, as_sets, make_training_data
 from jshard.distributed.peers import Members, Peers
 from jshard.errors import UserError
+from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP as _FSDP
 from jshard.fsdp.mesh import (
     CONTEXT,
@@ -292,7 +293,7 @@ class Trainer:
         if self._is_within:
             yield
             return
-        with self._imports():
+        with self._imports(), own_mesh():
             self._is_within = True
             try:
                 yield

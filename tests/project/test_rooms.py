@@ -14,25 +14,25 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "commands": 1279,
-    "surface": 677,
-    "plan": 5296,
-    "training": 15953,
-    "checkpoint": 6759,
-    "generation": 1214,
+    "commands": 1311,
+    "surface": 683,
+    "plan": 5297,
+    "training": 16815,
+    "checkpoint": 7575,
+    "generation": 1218,
     "start-up note": 444,
-    "fsdp": 2476,
-    "nn": 1990,
+    "fsdp": 2837,
+    "nn": 2024,
     "optim": 1803,
     "unit": 3644,
     "cpu": 423,
     "collectives": 711,
-    "layout": 2489,
-    "distributed": 1907,
-    "cli": 774,
-    "compat": 1030,
+    "layout": 2519,
+    "distributed": 1959,
+    "cli": 1205,
+    "compat": 1072,
     "parallel": 564,
-    "ground": 1560,
+    "ground": 1769,
 }
 MOST_CLASSES_IN_UNIT = 6
 MOST_FLOORS = 10

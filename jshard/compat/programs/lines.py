@@ -52,6 +52,17 @@ def is_users(file: str) -> bool:
     return models or (source.is_user_filename(file) and not file.startswith(_LIBS))
 
 
+def is_of_sharding(error: Exception) -> bool:
+    """Returns whether JAX refuses a sharding, because of the axes that it names."""
+    refusals = (
+        "not found in mesh",
+        "axis names that are of type",
+        "only refer to Auto axes",
+        "`Manual` AxisType",
+    )
+    return any(x in str(error) for x in refusals)
+
+
 def is_of_forward_mode(error: Exception) -> bool:
     """Returns whether JAX refuses forward-mode derivatives of a ``custom_vjp``."""
     return any(x in str(error) for x in ("(jvp) to a custom_vjp", "'custom_lin'"))

@@ -18,6 +18,16 @@ _NO_RNGS = ("no `rngs` argument was provided", "'rngs' must be provided to __cal
 def say(error: Exception) -> NoReturn:
     """Raises a UserError that says what an error of ``RAISED`` means, or the error."""
     line, text = lines.line_of_error(error), str(error)
+    if isinstance(error, UserError):
+        raise error
+    if isinstance(error, (NotImplementedError, TypeError, ValueError)) and (
+        lines.is_of_sharding(error)
+    ):
+        raise UserError(
+            f"{line}: a value is given a sharding (out_sharding=, reshard or a "
+            "constraint) in a step, where each device computes with its own examples; "
+            f"leave that out (JAX: {text.partition('. ')[0]})"
+        ) from error
     if isinstance(error, (NotImplementedError, TypeError)):
         if lines.is_of_forward_mode(error):
             refuse_forward_mode(line)

@@ -42,7 +42,8 @@ def tracing() -> Iterator[list[tuple[str, str]]]:
     """Traces of a step's model and loss go within; yields what ``tell_of_reads`` takes.
 
     Raises:
-      UserError: a unit is differentiated in forward mode, or as ``mistakes.say``.
+      UserError: a unit is differentiated in forward mode, a layer names axes that it
+        cannot split anything over, or as ``mistakes.say``.
     """
     try:
         with noting_reads() as reads:
