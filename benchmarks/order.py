@@ -3,7 +3,7 @@
     python benchmarks/order.py
 
 The same programs, compiled once as jshard compiles them and once without ``in_order``,
-run in turn; medians. On JAX 0.12 the second kind may hang (docs/log.md).
+run in turn; medians. On JAX 0.12 the second kind may hang (docs/log/cpus.md).
 """
 
 import argparse

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-HISTORY = ("log.md",)  # what was tried at its time
+HISTORY = ("log",)  # what was tried at its time
 MADE = ("_build", "project", "notebooks")  # by conf.py; git ignores them
 # The comments of programs that run, by language.
 RUN = {"bash": ("ci:run", "ci:plan"), "python": ("ci:python",)}
@@ -43,7 +43,7 @@ def pages() -> list[Path]:
     return sorted(
         page
         for page in FOLDER.rglob("*.md")
-        if page.name not in HISTORY and page.relative_to(FOLDER).parts[0] not in MADE
+        if page.relative_to(FOLDER).parts[0] not in (*HISTORY, *MADE)
     )
 
 

@@ -22,7 +22,7 @@ version = release = runpy.run_path(str(REPOSITORY / "jshard/compat/versions.py")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Pages that the repository has and the site does not.
-NOT_ON_SITE = ("architecture.md", "decisions", "licences.md", "log.md")
+NOT_ON_SITE = ("architecture.md", "decisions", "licences.md", "log")
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", *NOT_ON_SITE]
 # JAX's wheels for CPUs suffice: nothing runs but imports and docstrings.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

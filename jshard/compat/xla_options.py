@@ -3,8 +3,8 @@
 The options are passed to the step's own ``jit``, so no environment variables need to be
 set. Their names and types differ between JAX versions, and these differences are
 handled here. Tested with JAX 0.10.2, 0.11.2 and 0.12.0.1. If a name or type changes,
-compiling a step for GPUs fails with XLA's own message. See docs/log.md for the
-measurements.
+compiling a step for GPUs fails with XLA's own message. The measurements are in
+docs/log/schedules.md.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Limits how many calls of jitted functions are in flight, for CPUs.
 
 Before JAX 0.12, a loop of more than 32 calls that never waits for a result hangs on
-CPUs (measured: docs/log.md, 2026-11-22). The sources suggest why: XLA:CPU allows 32
+CPUs (measured: docs/log/cpus.md). The sources suggest why: XLA:CPU allows 32
 programs in flight on each device, and the thread that would start one more waits,
 although it belongs to the pool that runs them (``compute_reservation`` in
 xla/pjrt/cpu/cpu_client.cc). On GPUs the caller's thread waits, which is harmless.

@@ -4,7 +4,7 @@ JAX computes the gradient of w in ``y = x @ w`` as the transpose of a product of
 x, summed over examples and positions. XLA:CPU copies dy with these dimensions last,
 folds the transpose into the product, and then reads both operands along the wrong
 dimension: on one core that takes 2.7 times as long as ``x.T @ dy`` of matrices, with
-the transpose of x as an array of its own (docs/log.md, 2026-11-26).
+the transpose of x as an array of its own (docs/log/cpus.md, 2026-11-26).
 """
 
 from collections import Counter

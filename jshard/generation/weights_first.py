@@ -2,7 +2,7 @@
 
 XLA packs the second operand of a product in each call, which takes longer than the
 product of few tokens itself. So weights go first, with a row for each output: the
-products of a step take two thirds of the time or less (docs/log.md, 2026-11-25).
+products of a step take two thirds of the time or less (docs/log/checkpoints.md).
 """
 
 from collections.abc import Callable

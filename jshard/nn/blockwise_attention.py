@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-SCORES = 2**21  # of a head, at a time, unless these are of 64 queries (docs/log.md)
+SCORES = (
+    2**21
+)  # of a head, at a time, unless these are of 64 queries (docs/log/models_and_data.md)
 _RANGES = 4  # of queries, each with the keys that it needs; more take long to compile
 
 

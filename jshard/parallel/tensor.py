@@ -34,7 +34,7 @@ from jshard.fsdp.mesh import (
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.scopes import BESIDE_TOKENS, TENSOR_PARALLEL
 
-_PARTS = 2  # four hide no more (docs/log.md)
+_PARTS = 2  # four hide no more (docs/log/axes_and_pipelines.md)
 
 
 def tensor_parallel(

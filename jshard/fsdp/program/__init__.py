@@ -1,1 +1,1 @@
-"""What is read of a step's program once it is traced."""
+"""A step's program: how it and a new state are made, checked once traced, and begun."""
