@@ -25,14 +25,16 @@ THEIRS += ["lm_head", "model.embed_tokens"]
 
 
 def peft_has(name: str, targets: Any, layers: Any = ()) -> bool:
-    """The rule of PEFT's check_target_module_exists, of 0.17, in our words."""
+    """The rule of PEFT 0.20's check_target_module_exists, in our words."""
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
-    if not any(name == x or name.endswith(f".{x}") for x in targets):
+    if name in targets:
+        return True
+    if not any(name.endswith(f".{x}") for x in targets):
         return False
     if not layers:
         return True
-    block = re.match(r".*\.[^.]*\.(\d+)\.", name)
+    block = re.match(r".*?\.[^.]*\.(\d+)\.", name)
     return block is not None and int(block[1]) in layers
 
 
@@ -61,7 +63,8 @@ def adapted(targets: Any, **options: Any) -> dict[str, Any]:
         (["q_proj", "v_proj"], ()),
         (["self_attn.o_proj", "lm_head", "embed_tokens"], ()),
         (["model.layers.1.mlp.up_proj", "down_proj"], ()),
-        (["q_proj", "lm_head"], (0, 2)),
+        (["q_proj", "embed_tokens"], (0, 2)),
+        (["q_proj", "lm_head", "model.layers.1.mlp.up_proj"], (0, 2)),
         (r".*\.(q|k)_proj", ()),
         (r"model\.layers\.[12]\.mlp\..*", ()),
     ],
@@ -105,7 +108,10 @@ def test_ranks_and_alphas_are_those_of_the_first_pattern_that_matches():
         ({"targets": ["head"], "layers_to_transform": (1,)}, "no layer is left that"),
         ({"rank_pattern": ["q_proj"]}, "lora.rank_pattern: 'q_proj' is not NAME:NUM"),
         ({"rank_pattern": ["q_proj:0"]}, "'q_proj:0' is not NAME:NUMBER, above 0"),
-        ({"alpha_pattern": ["q:8"]}, "'q' is the end of no layer's .* lm_head, q_proj, "),
+        (
+            {"alpha_pattern": ["q:8"]},
+            "'q' is the end of no layer's .* lm_head, q_proj, ",
+        ),
         ({"rank_pattern": ["1.mlp.up_proj:8"]}, "layers of blocks.up, which are one"),
     ],
 )

@@ -99,6 +99,11 @@ def add_lora_arguments(
             path: chosen.get(path, set()) & only.get(path, some)
             for path, some in every.items()
         }
+        for layer in layers:  # whole names hold in every block, as in PEFT
+            if layer.theirs in targets and layer.layer is not None:
+                only[layer.ours].add(layer.layer)
+            elif layer.theirs in targets:
+                del only[layer.ours]
     return {
         "targets": tuple(dict.fromkeys(found)),
         "layers": {path: tuple(sorted(some)) for path, some in only.items()},
