@@ -45,6 +45,8 @@ logging_nan_inf_filter -> none: a loss that is not finite ends the run
 log_level log_level_replica log_on_each_node disable_tqdm skip_memory_metrics debug \
 -> none
 include_tokens_per_second include_num_input_tokens_seen -> none: always logged
+project trackio_space_id trackio_bucket_id trackio_static_space_id -> none: see \
+~logger.wandb and ~logger.mlflow
 report_to -> ~logger.wandb=PROJECT or ~logger.mlflow=EXPERIMENT; TensorBoard is always
 save_steps save_strategy -> ~checkpoint.every=N, where 0 is never
 save_total_limit -> ~checkpoint.keep=N
@@ -78,7 +80,8 @@ deepspeed accelerator_config parallelism_config -> none: see the keys ~mesh.fsdp
 gradient_checkpointing gradient_checkpointing_kwargs -> ~policy.remat=full
 torch_compile torch_compile_backend torch_compile_mode torchdynamo jit_mode_eval \
 -> none: every step is compiled
-torch_empty_cache_steps -> none
+torch_empty_cache_steps use_cache -> none
+enable_jit_checkpoint -> none: a run saves and ends when it gets SIGTERM
 use_liger_kernel liger_kernel_config -> none: the loss keeps no logits; see \
 ~model.loss_chunk
 average_tokens_across_devices -> none: a loss is divided by the count of all devices

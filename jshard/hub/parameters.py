@@ -1,17 +1,21 @@
 """The parameters of a pretrained model: from a checkpoint, or from safetensors."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.stored_arrays import check, load_parameters, match_parameters
 from jshard.errors import UserError
+from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_read import (
@@ -122,6 +126,40 @@ def start_from(
     state = initial_state(read_frozen(source, abstract).frozen)
     state = metadata.replace_arrays(state, _load(source, state, _BESIDE_FROZEN))
     return state if source.optimizer else _start_averages(state)
+
+
+def init_from(
+    folder: Path | str,
+    fsdp: FSDP,
+    make_model: Callable[[nnx.Rngs], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    *,
+    tensors: Mapping[str, FileTensor] | None = None,
+    wrt: Any = nnx.Param,
+    seed: int = 0,
+) -> TrainState:
+    """Returns what ``fsdp.init`` does, with parameters from files, in a loop of yours.
+
+    Each process reads its devices' slices. Adapters start as they are made.
+
+    Args:
+      folder: A folder of Hugging Face's, safetensors, or a run or its checkpoint.
+      fsdp: What makes the state.
+      make_model: As for ``fsdp.init``.
+      optimizer: Likewise.
+      tensors: Where the files keep each array, by its name: ``tensors(keys)`` of
+        ``jshard.models.llama_huggingface``, for example, with the keys that its
+        ``read_config`` returns of a config.json. None if they have the model's names.
+      wrt: As for ``fsdp.init``.
+      seed: Likewise.
+
+    Raises:
+      UserError: The files are of another model; the message lists the differences.
+    """
+    abstract = fsdp.abstract_state(make_model, optimizer, wrt=wrt)
+    source = find_parameters(Path(folder), abstract, tensors=tensors)
+    make = functools.partial(fsdp.init, make_model, optimizer, seed, wrt)
+    return start_from(source, abstract, make)
 
 
 def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:
