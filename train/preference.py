@@ -27,14 +27,7 @@ from jshard.data.preferences.preference_data import (
     preference_data,
 )
 from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
-from jshard.nn.preference import (
-    DPO_KINDS,
-    SMOOTHED,
-    Answers,
-    dpo,
-    orpo,
-    sum_of_answers,
-)
+from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
 from jshard.recipes import finetune, gpt, llama
 
 sample = finetune.sample
@@ -65,7 +58,7 @@ def get_config() -> ConfigDict:
             "dpo",
             "dpo (TRL's sigmoid), robust, hinge and ipo compare the answers with those "
             "of a reference; orpo has none, and trains on the chosen texts, too",
-            choices=(*DPO_KINDS, "orpo"),
+            choices=("dpo", "robust", "hinge", "ipo", "orpo"),
         ),
         "beta": Key(0.1, "how much a change counts; ORPO's lambda", above=0),
         "label_smoothing": Key(
@@ -122,10 +115,10 @@ def check(config):
                     "with preference.loss=orpo"
                 )
         return
-    if options.label_smoothing and options.loss not in SMOOTHED:
+    if options.label_smoothing and options.loss not in ("dpo", "robust"):
         raise jshard.UserError(
-            f"preference.label_smoothing is for {' and '.join(SMOOTHED)}; leave it out "
-            f"with preference.loss={options.loss}"
+            "preference.label_smoothing is for dpo and robust; leave it out with "
+            f"preference.loss={options.loss}"
         )
     if not options.keep_reference and not config.lora.rank:
         raise jshard.UserError(

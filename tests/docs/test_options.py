@@ -58,9 +58,11 @@ def test_defaults_that_are_stated_of_theirs_are_so(name):
     fields = {x.name: x for x in dataclasses.fields(cls)}
     for other, field, default, *_ in DEFAULTS:
         if other == name:
-            made = fields[field].default
-            if made is dataclasses.MISSING:
-                made = fields[field].default_factory()
-            assert made == ast.literal_eval(default), field
+            made = fields[field]
+            if made.default is dataclasses.MISSING:
+                assert made.default_factory is not dataclasses.MISSING
+                assert made.default_factory() == ast.literal_eval(default), field
+            else:
+                assert made.default == ast.literal_eval(default), field
     inherited = set(answers_of(OPTIONS["LIBRARIES"][0]))
     assert set(fields) <= set(answers_of(library)) | inherited | {"seed"}

@@ -1,6 +1,7 @@
 """A folder of Hugging Face's in a loop of one's own."""
 
 import json
+from typing import Any
 
 import numpy as np
 import optax
@@ -19,7 +20,8 @@ pytest.importorskip("tokenizers")
 
 def test_a_state_starts_from_a_folder_with_adapters_as_they_are_made(tmp_path):
     folder = make_llama(tmp_path)
-    keys = huggingface.read_config(json.loads((folder / "config.json").read_text()))
+    content = json.loads((folder / "config.json").read_text())
+    keys: dict[str, Any] = huggingface.read_config(content)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = Llama(LlamaConfig(**keys), rngs=rngs)
@@ -27,15 +29,19 @@ def test_a_state_starts_from_a_folder_with_adapters_as_they_are_made(tmp_path):
         return model
 
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
-    options = {"tensors": huggingface.tensors(keys), "wrt": nnx.LoRAParam}
+    options: dict[str, Any] = {
+        "tensors": huggingface.tensors(keys),
+        "wrt": nnx.LoRAParam,
+    }
     state = init_from(folder, fsdp, make, optax.adamw(1e-3), **options)
     files = load_file(folder / "model.safetensors")
-    frozen = fsdp.fetch(state.frozen)
+    frozen: Any = fsdp.fetch(state.frozen)
     for i in range(2):
         want = files[f"model.layers.{i}.mlp.down_proj.weight"].T
         got = frozen["blocks"]["down"]["kernel"].get_value()[i]
         np.testing.assert_array_equal(got, want)
-    adapter = fsdp.fetch(state.params)["blocks"]["down"]
+    params: Any = fsdp.fetch(state.params)
+    adapter = params["blocks"]["down"]
     assert np.any(adapter["lora_a"].get_value())
     assert not np.any(adapter["lora_b"].get_value())
 
