@@ -57,6 +57,10 @@ KINDS = {
     "lora": Kind({}, {}),
     "rslora": Kind({"use_rslora": True}, {"rank_stabilized": True}),
     "dora": Kind({"use_dora": True}, {"dora": True}, ("lm_head",), ("head",)),
+    "patterns": Kind(
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
+        {"ranks": {"blocks.attention.q": 2}, "alphas": {"blocks.down": 3}},
+    ),
     "tables": Kind({}, {}, ("embed_tokens", "lm_head"), ("embed", "head")),
 }
 
@@ -272,7 +276,7 @@ def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
         reading.check_adapters(tmp_path, state, tensors)
     of_another_base = load_file(adapters / files.TENSORS)
     name = next(
-        name for name in of_another_base if name.endswith("q_proj.lora_A.weight")
+        name for name in of_another_base if name.endswith("o_proj.lora_A.weight")
     )
     of_another_base[name] = np.zeros((RANK, 80), np.float32)
     save_file(of_another_base, tmp_path / files.TENSORS)

@@ -214,4 +214,4 @@ def _config_problems(
         f"{key}={value!r} is not supported"
         for key, value in given.items()
         if value != expected[key]
-    ] + [f"{key}={there} there" for key, there, here in own if there != here]
+    ] + [f"{key}={there!r} there" for key, there, here in own if there != here]
