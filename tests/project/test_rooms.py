@@ -18,7 +18,7 @@ MOST_LINES = {
     "surface": 677,
     "plan": 5292,
     "training": 16005,
-    "checkpoint": 6831,
+    "checkpoint": 6832,
     "generation": 1214,
     "start-up note": 444,
     "fsdp": 2422,

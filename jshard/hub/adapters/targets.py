@@ -5,6 +5,7 @@ match a whole path, and ``all-linear`` is every linear layer but the head.
 """
 
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -162,7 +163,7 @@ def _by_path(
             patterns[pattern] = kind(value)
         except (re.error, ValueError):
             raise UserError(f"{key}: {text!r} is not NAME:NUMBER") from None
-        if not pattern or not patterns[pattern] > 0:
+        if not pattern or not 0 < patterns[pattern] < math.inf:
             raise UserError(f"{key}: {text!r} is not NAME:NUMBER, above 0")
         if not any(pattern_of({pattern: True}, x.theirs, False) for x in layers):
             names = dict.fromkeys(x.theirs.rpartition(".")[2] for x in layers)
