@@ -16,7 +16,8 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.config.keys import Key
-from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
+from jshard.hub.adapters.targets import add_lora_arguments
+from jshard.models import llama_huggingface as huggingface  # read by jshard, too
 from jshard.recipes import gpt, llama
 
 loss_fn = llama.loss_fn
@@ -45,8 +46,18 @@ def get_config() -> ConfigDict:
         "targets": Key(
             ("*",),
             "patterns of the paths of adapted layers, e.g. attention.q,attention.v; "
-            "* is every linear layer but the head; head, embed and experts.* as well",
+            "* is every linear layer but the head; head, embed and experts.* as well; "
+            "or as PEFT has them: q_proj,v_proj, a regular expression, all-linear",
             noun="PATTERN,...",
+        ),
+        "layers_to_transform": Key(
+            (), "numbers of the blocks with adapters; () is all", noun="N,..."
+        ),
+        "rank_pattern": Key(
+            (), "other ranks, by PEFT's names of layers", noun="NAME:RANK,..."
+        ),
+        "alpha_pattern": Key(
+            (), "other alphas, by PEFT's names of layers", noun="NAME:ALPHA,..."
         ),
         "rslora": Key(False, "scales adapters by alpha / sqrt(rank) instead (rsLoRA)"),
         "dora": Key(False, "trains the norm of each column of the weights, too (DoRA)"),
@@ -98,7 +109,13 @@ def make_model(config, rngs):
         model,
         rank=lora.rank,
         alpha=lora.alpha,
-        targets=lora.targets,
+        **add_lora_arguments(
+            huggingface.tensors(config.model),
+            targets=lora.targets,
+            rank_pattern=lora.rank_pattern,
+            alpha_pattern=lora.alpha_pattern,
+            layers_to_transform=lora.layers_to_transform,
+        ),
         dropout=lora.dropout,
         rank_stabilized=lora.rslora,
         dora=lora.dora,

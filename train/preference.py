@@ -56,24 +56,28 @@ def get_config() -> ConfigDict:
     config.preference = {
         "loss": Key(
             "dpo",
-            "dpo compares the answers with those of a reference; orpo has none, and "
-            "trains on the chosen texts, too",
-            choices=("dpo", "orpo"),
+            "dpo (TRL's sigmoid), robust, hinge and ipo compare the answers with those "
+            "of a reference; orpo has none, and trains on the chosen texts, too",
+            choices=("dpo", "robust", "hinge", "ipo", "orpo"),
         ),
         "beta": Key(0.1, "how much a change counts; ORPO's lambda", above=0),
         "label_smoothing": Key(
             0.0,
-            "share of the preferences that may be wrong, for dpo",
+            "share of the preferences that may be wrong, for robust, as in TRL, and "
+            "dpo (conservative DPO; TRL's sigmoid has none, and its aot sorts margins "
+            "besides)",
             at_least=0,
             below=0.5,
         ),
         "length_normalized": Key(
-            False, "whether dpo compares answers by their means over tokens"
+            False,
+            "whether answers are compared by their means over tokens, as ipo always "
+            "does (of dpo: TRL's sigmoid_norm)",
         ),
         "keep_reference": Key(
             False,
-            "whether the reference of dpo, the model that the run starts from, is "
-            "computed once, before the first step, and kept in the run's folder",
+            "whether the reference, the model that the run starts from, is computed "
+            "once, before the first step, and kept in the run's folder",
         ),
     }
     config.optimizer.learning_rate = finetune.rate_key(RATES)
@@ -107,10 +111,16 @@ def check(config):
         for name in ("label_smoothing", "length_normalized", "keep_reference"):
             if options[name]:
                 raise jshard.UserError(
-                    f"preference.{name} is for preference.loss=dpo; leave it out with "
-                    "orpo"
+                    f"preference.{name} is for losses with a reference; leave it out "
+                    "with preference.loss=orpo"
                 )
-    elif not options.keep_reference and not config.lora.rank:
+        return
+    if options.label_smoothing and options.loss not in ("dpo", "robust"):
+        raise jshard.UserError(
+            "preference.label_smoothing is for dpo and robust; leave it out with "
+            f"preference.loss={options.loss}"
+        )
+    if not options.keep_reference and not config.lora.rank:
         raise jshard.UserError(
             "lora.rank=0 trains the model itself, whose reference would be a second "
             "model: set preference.keep_reference=True, which computes it once, before "
@@ -141,6 +151,7 @@ def loss_fn(model, batch):
             policy,
             reference_of(model, batch, policy),
             beta=objective.beta,
+            kind=objective.loss,
             label_smoothing=objective.label_smoothing,
             length_normalized=objective.length_normalized,
         )
@@ -231,15 +242,18 @@ def make_data(config, split):
 
 
 def references(config):
-    if not config.eval_every or config.preference.loss != "dpo":
+    """Returns the loss of a model that is its reference still."""
+    options = config.preference
+    if not config.eval_every or options.loss == "orpo":
         return {}
-    return {"no preference": math.log(2)}
+    none = {"hinge": 1.0, "ipo": 1 / (2 * options.beta) ** 2}
+    return {"no preference": none.get(options.loss, math.log(2))}
 
 
 def flops_per_token(config):
     """Counts finetune.py's, and a forward of the reference."""
     flops = finetune.flops_per_token(config)
-    if config.preference.loss == "dpo" and not config.preference.keep_reference:
+    if config.preference.loss != "orpo" and not config.preference.keep_reference:
         matrices, scores = llama.products_per_token(finetune.of_examples(config))
         flops += 2.0 * (matrices + scores)
     return flops

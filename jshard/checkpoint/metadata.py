@@ -28,7 +28,7 @@ from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.variables import array_name, is_variable
-from jshard.nn.adapted import ALPHA, STABILIZED
+from jshard.nn.adapted import ALPHA, LAYERS, STABILIZED
 from jshard.nn.dropout import is_random
 from jshard.unit.modules import Stack
 
@@ -118,6 +118,8 @@ def describe(
             if isinstance(variable, nnx.LoRAParam):
                 for key in (ALPHA, STABILIZED):
                     described[name][key] = variable.get_metadata(key, None)
+                if (layers := variable.get_metadata(LAYERS, None)) is not None:
+                    described[name][LAYERS] = list(layers)
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
@@ -248,6 +250,9 @@ def _layers(name: str, array: Any) -> int:
         _number(f"{name}.{ALPHA}", alpha)
     stabilized = array.get(STABILIZED)
     expect(stabilized in (None, False, True), f"{STABILIZED} {_shortened(stabilized)}")
+    if (layers := array.get(LAYERS)) is not None:
+        fits = isinstance(layers, list) and all(type(n) is int for n in layers)
+        expect(fits and layer_dims == 1, f"{LAYERS} {_shortened(layers)}")
     return math.prod(shape[:layer_dims]) if layer_dims else 0
 
 

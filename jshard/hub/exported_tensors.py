@@ -119,7 +119,13 @@ class Exported:
         Raises:
           UserError: As of `tensors`, or that folder lacks something.
         """
-        found = self.tensors({**places, **dict.fromkeys(self._adapters(), _NOWHERE)})
+        own = [
+            name
+            for stored, layers in tensor_names(self.about).items()
+            if stored.endswith(PARTS)
+            for name in layers.values()
+        ]
+        found = self.tensors({**places, **dict.fromkeys(own, _NOWHERE)})
         if frozen.KEY in self.about:
             found |= self._left_out(places, found)
         for table, head in heads.items():
@@ -145,7 +151,7 @@ class Exported:
           UserError: There are none, or Hugging Face's files have no place for one.
         """
         adapters(self.about, ema=self.ema)  # checks them
-        own = peft.places(self._adapters(), places)
+        own = peft.places(peft.adapter_names(self.about), places)
         if not own:
             raise UserError("--format=peft: the checkpoint has no adapters")
         found = {
@@ -189,15 +195,6 @@ class Exported:
                 size = math.prod(tensor.shape) // place.part[1] * kind.itemsize
                 found[key] = Tensor(name, tensor, (), place, kind, size)
         return found
-
-    def _adapters(self) -> list[str]:
-        """Returns the names of the adapters' tensors."""
-        return [
-            name
-            for stored, layers in tensor_names(self.about).items()
-            if stored.endswith(PARTS)
-            for name in layers.values()
-        ]
 
     def _dtype(self, stored: str) -> np.dtype:
         return jnp.dtype(self.dtype if self.dtype and "float" in stored else stored)

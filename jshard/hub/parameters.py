@@ -4,6 +4,7 @@ A checkpoint is jshard's, or one that another program wrote with Orbax.
 """
 
 import dataclasses
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -212,6 +213,40 @@ def restore_orbax(
 
 def _of_orbax(found: OrbaxMatch, optimizer: bool) -> ParameterSource:
     return ParameterSource(found.checkpoint.path, optimizer=optimizer, orbax=found)
+
+
+def init_from(
+    folder: Path | str,
+    fsdp: FSDP,
+    make_model: Callable[[nnx.Rngs], nnx.Module],
+    optimizer: optax.GradientTransformation,
+    *,
+    tensors: Mapping[str, FileTensor] | None = None,
+    wrt: Any = nnx.Param,
+    seed: int = 0,
+) -> TrainState:
+    """Returns what ``fsdp.init`` does, with parameters from files, in a loop of yours.
+
+    Each process reads its devices' slices. Adapters start as they are made.
+
+    Args:
+      folder: A folder of Hugging Face's, safetensors, or a run or its checkpoint.
+      fsdp: What makes the state.
+      make_model: As for ``fsdp.init``.
+      optimizer: Likewise.
+      tensors: Where the files keep each array, by its name: ``tensors(keys)`` of
+        ``jshard.models.llama_huggingface``, for example, with the keys that its
+        ``read_config`` returns of a config.json. None if they have the model's names.
+      wrt: As for ``fsdp.init``.
+      seed: Likewise.
+
+    Raises:
+      UserError: The files are of another model; the message lists the differences.
+    """
+    abstract = fsdp.abstract_state(make_model, optimizer, wrt=wrt)
+    source = find_parameters(Path(folder), abstract, tensors=tensors)
+    make = functools.partial(fsdp.init, make_model, optimizer, seed, wrt)
+    return start_from(source, abstract, make)
 
 
 def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:

@@ -32,7 +32,8 @@ A, B, MAGNITUDE = "lora_a", "lora_b", "lora_m"
 DROPOUT = "lora_dropout"
 # Metadata of A: the numerator of the scale, and whether it is rank-stabilised.
 ALPHA, STABILIZED = "lora_alpha", "lora_rank_stabilized"
-
+# Which layers of a Stack have adapters, if not all; the others' A and B are zero.
+LAYERS = "lora_layers"
 
 _OFF = "lora_off"  # an attribute, so that a unit or a jitted function sees the change
 

@@ -6,6 +6,7 @@ was.
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -34,6 +35,9 @@ def add_lora(
     dropout: float = 0.0,
     rank_stabilized: bool = False,
     dora: bool = False,
+    ranks: Mapping[str, int] = MappingProxyType({}),
+    alphas: Mapping[str, float] = MappingProxyType({}),
+    layers: Mapping[str, Sequence[int]] = MappingProxyType({}),
     param_dtype: Any = jnp.float32,
     rngs: nnx.Rngs,
 ) -> None:
@@ -61,23 +65,29 @@ def add_lora(
       dropout: rate of the dropout of the adapters' inputs, but for embeddings.
       rank_stabilized: scales by ``alpha / sqrt(rank)`` instead (rsLoRA).
       dora: trains a magnitude for each output besides, ``lora_m`` (outputs,) (DoRA).
+      ranks: other ranks, by the paths of modules.
+      alphas: other alphas, likewise.
+      layers: the indices of the layers in a Stack that alone have adapters, likewise;
+        () is none. The matrices of the others are zero, and so are their gradients.
       param_dtype: of the adapters.
       rngs: random streams for initial values and for dropout.
 
     Raises:
-      UserError: the rank is below 1, a pattern matches no layer, or what it matches is
-        the model itself or cannot have dropout or magnitudes.
+      UserError: a rank is below 1, a pattern matches no layer, or what it matches is
+        the model itself or cannot have dropout, magnitudes or layers without adapters.
     """
-    if rank < 1:
-        raise UserError(f"add_lora: rank={rank} must be at least 1")
-    layers: dict[str, Any] = {
+    if (least := min((rank, *ranks.values()))) < 1:
+        raise UserError(f"add_lora: rank={least} must be at least 1")
+    modules: dict[str, Any] = {
         ".".join(map(str, path)): module
         for path, module in nnx.iter_modules(model)
         if isinstance(module, (nnx.Linear, nnx.Embed)) or _has_experts(module)
         if not isinstance(module, Stack)
     }
     layers_with: dict[int, Any] = {}
-    for name, layer in _matching(layers, targets).items():
+    for name, layer in _matching(modules, targets).items():
+        if not layers.get(name, (0,)):
+            continue
         if layer is model:
             raise UserError("add_lora: the model is itself a layer; put it in a module")
         if hasattr(layer, adapted.A):
@@ -87,10 +97,12 @@ def add_lora(
             raise UserError(f"add_lora: dora is for linear layers, unlike {name!r}")
         if dropout and _has_experts(layer):
             raise UserError(f"add_lora: dropout is not for experts, as {name!r} is")
-        _add_matrices(layer, rank, param_dtype, rngs)
+        _add_matrices(layer, ranks.get(name, rank), param_dtype, rngs)
         a = getattr(layer, adapted.A)
-        a.set_metadata(adapted.ALPHA, alpha)
+        a.set_metadata(adapted.ALPHA, alphas.get(name, alpha))
         a.set_metadata(adapted.STABILIZED, rank_stabilized)
+        if name in layers:
+            _leave_out(name, layer, layers[name], dora)
         if dora:
             norms = adapted.column_norms(adapted.weight_of(layer).get_value())
             _add(layer, adapted.MAGNITUDE, norms.astype(param_dtype))
@@ -98,6 +110,8 @@ def add_lora(
             noise = _stacked_dropout(dropout, adapted.weight_of(layer), rngs)
             setattr(layer, adapted.DROPOUT, noise)
         layers_with[id(layer)] = adapted.adapt(layer)
+    if not layers_with:
+        raise UserError("add_lora: no layer is left that is to have an adapter")
     replace(model, layers_with)
 
 
@@ -132,6 +146,25 @@ def _add_matrices(layer: Any, rank: int, param_dtype: Any, rngs: nnx.Rngs) -> No
     init = lambda key: _init_a(key, a[-2:], param_dtype)
     _add(layer, adapted.A, jax.lax.map(init, keys).reshape(a))
     _add(layer, adapted.B, jnp.zeros(b, param_dtype))
+
+
+def _leave_out(name: str, layer: Any, indices: Sequence[int], dora: bool) -> None:
+    """Sets the A of a Stack's other layers to zero, as B is, and says which it has."""
+    a = getattr(layer, adapted.A)
+    value = a.get_value()
+    if layer_dims(a) != 1 or dora:
+        why = "with DoRA all have them" if dora else "it is not in one Stack"
+        raise UserError(
+            f"add_lora: {name!r} cannot have adapters in some layers alone: {why}"
+        )
+    if min(indices) < 0 or max(indices) >= value.shape[0]:
+        raise UserError(
+            f"add_lora: {name!r} has layers 0 to {value.shape[0] - 1}, not all of "
+            f"{', '.join(map(str, indices))}"
+        )
+    has_one = np.isin(np.arange(value.shape[0]), indices)
+    a.set_value(value * has_one.reshape(-1, *[1] * (value.ndim - 1)))
+    a.set_metadata(adapted.LAYERS, tuple(indices))
 
 
 def _add(layer: Any, name: str, value: jax.Array) -> None:

@@ -12,8 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.errors import UserError
 from jshard.fsdp.mesh import sequence_axes
 from jshard.nn.loss import Loss, Mean
+
+DPO_KINDS = ("dpo", "robust", "hinge", "ipo")
+SMOOTHED = ("dpo", "robust")
 
 
 class Answers(NamedTuple):
@@ -57,33 +61,59 @@ def dpo(
     reference: Answers,
     *,
     beta: float,
+    kind: str = "dpo",
     label_smoothing: float = 0.0,
     length_normalized: bool = False,
 ) -> tuple[Mean, dict[str, Mean]]:
-    """Returns the loss of direct preference optimization, and its rewards.
+    """Returns a loss of direct preference optimization, and its rewards.
 
-    Rafailov et al. 2023, arXiv:2305.18290, equation 7: ``-log sigmoid`` of the margin
-    of the rewards, ``beta log(policy / reference)``.
+    Of the margin m of the rewards, ``beta log(policy / reference)``, it is
+
+    - ``-log sigmoid(m)`` (``dpo``; Rafailov et al. 2023, arXiv:2305.18290, equation 7);
+    - the same without the bias of wrong preferences (``robust``; Ray Chowdhury et al.
+      2024, arXiv:2403.00409, equation 12);
+    - ``max(0, 1 - m)`` (``hinge``; Zhao et al. 2023, arXiv:2305.10425);
+    - ``(m / beta - 1 / (2 beta))**2`` of means over tokens (``ipo``; Azar et al. 2023,
+      arXiv:2310.12036, equation 17).
 
     Args:
       policy: of the model that is trained.
       reference: of the model that it started from.
       beta: how much a change of a log-probability counts.
-      label_smoothing: how many of the preferences are wrong, from 0 to 0.5 (the
-        conservative loss of Mitchell 2023, https://ericmitchell.ai/cdpo.pdf).
-      length_normalized: whether the loss compares means over tokens (``sigmoid_norm``
-        in TRL); the rewards are still those of whole answers.
+      kind: which loss.
+      label_smoothing: how many of the preferences are wrong, below 0.5, for ``dpo``
+        (the conservative loss of Mitchell 2023, https://ericmitchell.ai/cdpo.pdf) and
+        ``robust``.
+      length_normalized: whether the loss compares means over tokens, as ``ipo`` always
+        does (of ``dpo``, ``sigmoid_norm`` in TRL); the rewards are still those of
+        whole answers.
 
     Returns:
       The loss, and by name its means of what ``rewards`` returns.
+
+    Raises:
+      UserError: there is no such kind, or it has no label smoothing.
     """
+    if kind not in DPO_KINDS:
+        raise UserError(f"dpo: kind={kind!r} is none of {', '.join(DPO_KINDS)}")
+    if label_smoothing and kind not in SMOOTHED:
+        raise UserError(f"dpo: label_smoothing is for {' and '.join(SMOOTHED)}")
     chosen = policy.chosen - reference.chosen
     rejected = policy.rejected - reference.rejected
     margin = chosen - rejected
-    if length_normalized:
+    if length_normalized or kind == "ipo":
         margin = chosen / policy.chosen_length - rejected / policy.rejected_length
     right, wrong = jax.nn.log_sigmoid(beta * margin), jax.nn.log_sigmoid(-beta * margin)
-    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
+    if kind == "ipo":
+        losses = jnp.square(margin - 1 / (2 * beta))
+    elif kind == "hinge":
+        losses = jnp.maximum(1 - beta * margin, 0)
+    elif kind == "robust":
+        losses = (label_smoothing * wrong - (1 - label_smoothing) * right) / (
+            1 - 2 * label_smoothing
+        )
+    else:
+        losses = -(1 - label_smoothing) * right - label_smoothing * wrong
     return _mean(losses), rewards(beta * chosen, beta * rejected)
 
 

@@ -12,6 +12,7 @@ from jshard.checkpoint.restore import restore_state
 from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.hub import peft
+from jshard.hub.adapters import reading
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.huggingface_folder import is_somewhere, model_path
 from jshard.hub.online.download import local_path
@@ -63,7 +64,7 @@ class Source:
         else:
             state = start_from(self.parameters, abstract_state, job.initial_state)
         if self.adapters is not None:
-            state = peft.read_adapters(
+            state = reading.read_adapters(
                 self.adapters, state, _map_of(job, self.adapters)
             )
         return state
@@ -119,8 +120,8 @@ def find_source(
     adapters = None
     if given.adapters and checkpoint is None:
         adapters = local_path(given.adapters, (peft.CONFIG, peft.TENSORS))
-        peft.check_adapters(adapters, abstract_state, _map_of(job, adapters))
-        peft.check_base(adapters, parse(text) if text else None)
+        reading.check_adapters(adapters, abstract_state, _map_of(job, adapters))
+        reading.check_base(adapters, parse(text) if text else None)
     return Source(parameters, name, adapters, checkpoint)
 
 

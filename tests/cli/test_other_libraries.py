@@ -5,7 +5,8 @@ import re
 import pytest
 
 from jshard.cli.commands import COMMANDS
-from jshard.cli.other_libraries import _TABLES, answers_of, counterpart, keys_of
+from jshard.cli.option_names import TABLES
+from jshard.cli.other_libraries import answers_of, counterpart, keys_of
 from jshard.config.overrides import read_words
 from jshard.config.run_config import complete, declarations
 from jshard.errors import UserError
@@ -46,13 +47,21 @@ COMMON = {
         dataset_num_proc eos_token max_length truncation_mode shuffle_dataset packing
         packing_strategy padding_free pad_to_multiple_of eval_packing
         completion_only_loss assistant_only_loss loss_type activation_offloading
-        pad_token beta max_prompt_length max_completion_length disable_dropout
+        pad_token router_aux_loss_coef trust_remote_code precompute_ref_batch_size
+        loss_weights label_smoothing use_weighting discopop_tau ld_alpha
+        ref_model_mixup_alpha ref_model_sync_steps f_alpha_divergence_coef
+        beta max_prompt_length max_completion_length disable_dropout
         generate_during_eval precompute_ref_log_probs f_divergence_type sync_ref_model
         """,
     "PEFT": """
         r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias
         use_rslora modules_to_save init_lora_weights layers_to_transform layers_pattern
-        rank_pattern alpha_pattern use_dora layer_replication
+        rank_pattern alpha_pattern use_dora layer_replication megatron_config
+        megatron_core trainable_token_indices loftq_config eva_config corda_config
+        lora_ga_config velora_config alora_invocation_tokens use_qalora
+        qalora_group_size monteclora_config runtime_config lora_bias target_parameters
+        use_bdlora arrow_config kasa_config ensure_weight_tying task_type peft_type
+        auto_mapping peft_version revision inference_mode
         """,
     "Lightning's Trainer": """
         accelerator strategy devices num_nodes precision logger callbacks fast_dev_run
@@ -95,7 +104,7 @@ def keys():
     return found
 
 
-@pytest.mark.parametrize("library", _TABLES)
+@pytest.mark.parametrize("library", TABLES)
 def test_what_is_said_of_another_librarys_names_are_keys_and_commands(keys, library):
     every, answers = set().union(*keys.values()), answers_of(library)
     assert {key for x in answers.values() for key in keys_of(x)} <= every
@@ -106,7 +115,7 @@ def test_what_is_said_of_another_librarys_names_are_keys_and_commands(keys, libr
 
 def test_no_name_is_one_of_our_keys(keys):
     ours = set.intersection(*keys.values())
-    assert not {name for x in _TABLES for name in answers_of(x)} & ours
+    assert not {name for x in TABLES for name in answers_of(x)} & ours
 
 
 @pytest.fixture(scope="module")

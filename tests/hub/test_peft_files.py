@@ -11,7 +11,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jshard
+from jshard.checkpoint import metadata
 from jshard.hub import peft
+from jshard.hub.adapters import reading
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.names import parse
 
@@ -72,13 +74,13 @@ def test_the_config_says_which_dimension_of_matrices_is_first(transposed, tmp_pa
 
 def test_adapters_with_other_settings_than_the_runs_are_one_line(tmp_path):
     own = {"lora_alpha": 6, "lora_rank_stabilized": True}
-    a = nnx.LoRAParam(np.zeros((32, 4)), **own)
+    modules = {f"l.{i}.q": nnx.LoRAParam(np.zeros((32, 4)), **own) for i in range(2)}
     right = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 6}
     right |= {"use_rslora": True, "use_dora": True}
 
     def problems(**changed: Any) -> list[str]:
         (tmp_path / peft.CONFIG).write_text(json.dumps(right | changed))
-        return peft._config_problems(tmp_path, a, dora=True)
+        return reading._config_problems(tmp_path, modules, dora=True)
 
     assert problems() == []
     for changed, problem in {
@@ -92,14 +94,75 @@ def test_adapters_with_other_settings_than_the_runs_are_one_line(tmp_path):
     }.items():
         assert problems(**{changed: None}) == [problem]
     assert problems(bias="all") == ["bias='all' is not supported"]
-    assert problems(rank_pattern={"q": 8}) == ["rank_pattern={'q': 8} is not supported"]
+    assert problems(rank_pattern={"q": 8}) == ["lora.rank=8 there"]
+    assert problems(r=8, rank_pattern={"0.q": 4, "q": 4}) == []
+    assert problems(alpha_pattern={"1.q": 3}) == ["lora.alpha=3 there"]
+    assert problems(alpha_pattern={"r.q": 3}) == []  # the end of no layer's name
+    saved = ["lm_head"]
+    assert problems(modules_to_save=saved) == [
+        "modules_to_save=['lm_head'] is not supported"
+    ]
+
+
+def test_ranks_alphas_and_layers_that_differ_travel_both_ways(tmp_path):
+    options: dict[str, Any] = {"ranks": {"blocks.q": 2}, "alphas": {"blocks.q": 3}}
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = Model(rngs)
+        given = {"rank": 8, "alpha": 16.0, "layers": {"blocks.q": (1,)}}
+        jshard.nn.add_lora(model, **given, **options, rngs=rngs)
+        return model
+
+    fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=0))
+    state = fsdp.init(make, optax.sgd(1.0), wrt=nnx.LoRAParam)
+    about = metadata.describe(state, config={}, metrics={})
+    names = ["blocks.1.q.lora_a", "blocks.1.q.lora_b"]
+    assert peft.adapter_names(about) == names
+    peft.write_config(tmp_path, about, BASE)
+    config = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 3)
+    assert config["target_modules"] == ["l.1.q"]
+
+    patterns = {"rank_pattern": {"q": 2}, "alpha_pattern": {r"l\.1\.q": 3}}
+    config |= {"r": 8, "lora_alpha": 16, **patterns}
+    (tmp_path / peft.CONFIG).write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    shapes = {"lora_A": (2, 32), "lora_B": (40, 2)}
+    tensors = {
+        f"base_model.model.l.1.q.{x}.weight": rng.normal(size=n).astype(np.float32)
+        for x, n in shapes.items()
+    }
+    save_file(tensors, tmp_path / peft.TENSORS)
+    found: Any = fsdp.fetch(reading.read_adapters(tmp_path, state, BASE).params)
+    for own, want in zip(("lora_a", "lora_b"), tensors.values(), strict=True):
+        got = found["blocks"]["q"][own].get_value()
+        np.testing.assert_array_equal(got, np.stack([np.zeros_like(want.T), want.T]))
+    extra = {x.replace("l.1", "l.0"): y for x, y in tensors.items()}
+    save_file(tensors | extra, tmp_path / peft.TENSORS)
+    with pytest.raises(jshard.UserError, match=r"the model has no .*l\.0\.q\.lora_A"):
+        reading.check_adapters(tmp_path, state, BASE)
+
+
+def test_what_differs_is_written_by_the_ends_of_names_where_they_tell(tmp_path):
+    def entry(rank: int, alpha: int) -> dict[str, Any]:
+        return {"shape": (4, rank), "lora_alpha": alpha, "layer_dims": 0} | {
+            "dtype": "float32"
+        }
+
+    sizes = {"q": (2, 4), "k": (2, 4), "x.up": (8, 4), "x.out": (2, 1), "y.out": (2, 4)}
+    arrays = {f"params.{x}.lora_{y}": entry(*n) for x, n in sizes.items() for y in "ab"}
+    base = {f"{x}.kernel": FileTensor((f"{x}.weight",)) for x in sizes}
+    peft.write_config(tmp_path, {"arrays": arrays, "stacks": [], "config": {}}, base)
+    written = json.loads((tmp_path / peft.CONFIG).read_text())
+    assert (written["r"], written["rank_pattern"]) == (2, {"up": 8})
+    assert written["alpha_pattern"] == {r"x\.out": 1}
 
 
 def test_adapters_of_another_base_on_the_hub_are_one_line(tmp_path):
     def check(said: str | None, base: str) -> None:
         content = json.dumps({"base_model_name_or_path": said})
         (tmp_path / peft.CONFIG).write_text(content)
-        peft.check_base(tmp_path, parse(base))
+        reading.check_base(tmp_path, parse(base))
 
     for said in (None, "", "org/base", "Org/Base", str(tmp_path)):
         check(said, "org/base@main")
@@ -130,7 +193,7 @@ def test_adapters_are_read_on_any_mesh(devices, tmp_path):
     mesh = jshard.make_mesh(devices=jax.devices()[:devices])
     fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
     state = fsdp.init(make, optax.sgd(1.0), wrt=nnx.LoRAParam)
-    state = peft.read_adapters(tmp_path, state, BASE)
+    state = reading.read_adapters(tmp_path, state, BASE)
     found: Any = fsdp.fetch(state.params)["blocks"]["q"]
     ours = ("lora_a", "lora_b", "lora_m")
     for (i, (name, _)), own in zip(

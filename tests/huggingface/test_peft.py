@@ -17,6 +17,7 @@ from tiny_transformers import MARKS, V, logits_of, random_decoder
 import jshard
 from jshard.export import export
 from jshard.hub import peft as files
+from jshard.hub.adapters import reading
 from jshard.hub.parameters import find_parameters, start_from
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
@@ -56,6 +57,10 @@ KINDS = {
     "lora": Kind({}, {}),
     "rslora": Kind({"use_rslora": True}, {"rank_stabilized": True}),
     "dora": Kind({"use_dora": True}, {"dora": True}, ("lm_head",), ("head",)),
+    "patterns": Kind(
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
+        {"ranks": {"blocks.attention.q": 2}, "alphas": {"blocks.down": 3}},
+    ),
     "tables": Kind({}, {}, ("embed_tokens", "lm_head"), ("embed", "head")),
 }
 
@@ -147,7 +152,7 @@ def our_state(fsdp: jshard.FSDP, folders: Folders, adapters: bool = True) -> Any
     state = start(fsdp, make, folders.base, tensors)
     if not adapters:
         return state
-    return files.read_adapters(folders.adapters, state, tensors)
+    return reading.read_adapters(folders.adapters, state, tensors)
 
 
 def our_logits(fsdp: jshard.FSDP, state: Any) -> np.ndarray:
@@ -255,7 +260,7 @@ def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
         (folder / files.CONFIG).write_text(json.dumps(there))
         (folder / files.TENSORS).write_bytes((adapters / files.TENSORS).read_bytes())
         with pytest.raises(jshard.UserError) as error:
-            files.check_adapters(folder, state, tensors)
+            reading.check_adapters(folder, state, tensors)
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -268,16 +273,16 @@ def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
     assert "init_lora_weights='pissa'" in refused(init_lora_weights="pissa")
     assert "bias='all' is not supported" in refused(bias="all")
     with pytest.raises(jshard.UserError, match="there is no"):
-        files.check_adapters(tmp_path, state, tensors)
+        reading.check_adapters(tmp_path, state, tensors)
     of_another_base = load_file(adapters / files.TENSORS)
     name = next(
-        name for name in of_another_base if name.endswith("q_proj.lora_A.weight")
+        name for name in of_another_base if name.endswith("o_proj.lora_A.weight")
     )
     of_another_base[name] = np.zeros((RANK, 80), np.float32)
     save_file(of_another_base, tmp_path / files.TENSORS)
     (tmp_path / files.CONFIG).write_text((adapters / files.CONFIG).read_text())
     with pytest.raises(jshard.UserError, match=r"has shape \(4, 80\), not \(4, 32\)"):
-        files.check_adapters(tmp_path, state, tensors)
+        reading.check_adapters(tmp_path, state, tensors)
 
 
 # Of the names in PEFT's own conversion of experts; the logits are compared.
@@ -324,7 +329,7 @@ def test_peft_and_transformers_read_experts(
         warnings.simplefilter("error", UserWarning)  # of missing keys
         theirs = their_model(torch_peft, base, tmp_path / "peft")
     check_close(their_logits(theirs), logits)
-    again = files.read_adapters(
+    again = reading.read_adapters(
         tmp_path / "peft", fsdp.init(make, ADAMW, seed=1, wrt=nnx.LoRAParam), tensors
     )
     jax.tree.map(

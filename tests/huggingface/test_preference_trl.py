@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from checkpoints import read_parameters
-from jshard.hub import peft as files
+from jshard.hub.adapters import reading
 from jshard.hub.parameters import find_parameters
 from jshard.models import llama_huggingface
 from jshard.recipe.build import make_job, make_mesh
@@ -204,7 +204,7 @@ def test_losses_rewards_and_training_are_those_of_trl(case, trl, base, tmp_path)
         )
         tensors = llama_huggingface.tensors(model)
         state = read_parameters(find_parameters(base, state, tensors=tensors), state)
-        state = files.read_adapters(adapters, state, tensors)
+        state = reading.read_adapters(adapters, state, tensors)
         step = job.fsdp.train_step(recipe.loss_fn, optimizer)
     rows = recipe.make_data(config, "train")
     examples = [rows[i] for i in range(len(records))]  # an epoch

@@ -248,3 +248,43 @@ def test_a_base_gathered_in_int8_leaves_adapters_in_float32():
     assert adapters <= gathered
     assert not adapters & in_int8
     assert {c.operands[0].size for c in of_kind("reduce-scatter")} == adapters
+
+
+def test_layers_that_are_left_out_get_no_gradients_and_others_have_their_scale():
+    given: dict[str, Any] = {"rank": 3, "alpha": 6.0, "param_dtype": float}
+    given |= {"ranks": {"blocks.up": 2}, "alphas": {"blocks.up": 5.0}}
+    model: Any = plain()
+    jshard.nn.add_lora(model, **given, layers={"blocks.down": (1,)}, rngs=nnx.Rngs(0))
+    up, down = model.blocks.up, model.blocks.down
+    assert up.lora_a.get_value().shape == (2, 16, 2)
+    rng = np.random.default_rng(0)
+    for layer in (up, down):
+        value = 0.1 * rng.normal(size=layer.lora_b.get_value().shape)
+        if layer is down:
+            value[0] = 0  # as it starts, and stays
+        layer.lora_b.set_value(jnp.asarray(value))
+    graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
+
+    def loss(params):
+        return loss_fn(nnx.merge(graphdef, params, rest), batch()).compute()
+
+    def loss_of_kernels(params):
+        own: Any = plain()
+        for name, scale in (("up", 5 / 2), ("down", 6 / 3)):
+            kernel = getattr(own.blocks, name).kernel
+            adapter = params["blocks"][name]
+            a, b = (adapter[f"lora_{x}"].get_value() for x in "ab")
+            added = scale * jnp.einsum("lir,lro->lio", a, b)
+            kernel.set_value(kernel.get_value() + added)
+        return loss_fn(own, batch()).compute()
+
+    losses = (loss, loss_of_kernels)
+    both = jax.jit(lambda params: [jax.value_and_grad(f)(params) for f in losses])
+    (got, grads), (want, wanted) = both(params)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
+    check_close(leaves(grads), leaves(wanted), 1e-5)
+    for side in "ab":
+        left_out, trained = grads["blocks"]["down"][f"lora_{side}"].get_value()
+        assert not np.any(left_out)
+        assert np.any(trained)

@@ -17,7 +17,7 @@ import jshard
 from jshard.fsdp.mesh import split_sequences
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.loss import as_loss
-from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
+from jshard.nn.preference import DPO_KINDS, Answers, dpo, orpo, sum_of_answers
 from jshard.recipes import preference
 from parity import by_path, error
 
@@ -54,6 +54,55 @@ def test_dpo_is_its_formula(x64, smoothing, length_normalized):
     assert 0 < means["reward_accuracy"] < 1
     got = {name: float(mean.compute()) for name, mean in metrics.items()}
     assert got == pytest.approx(means, rel=1e-12)
+
+
+@pytest.mark.parametrize("length_normalized", [False, True])
+@pytest.mark.parametrize("kind", ["robust", "hinge", "ipo"])
+def test_other_losses_with_a_reference_are_their_formulas(x64, kind, length_normalized):
+    smoothing = 0.2 if kind == "robust" else 0.0
+    loss, metrics = dpo(
+        answers(POLICY),
+        answers(REFERENCE),
+        beta=0.3,
+        kind=kind,
+        label_smoothing=smoothing,
+        length_normalized=length_normalized,
+    )
+    ratios = POLICY - REFERENCE
+    scores = ratios / LENGTHS if length_normalized or kind == "ipo" else ratios
+    margin = scores[0] - scores[1]
+    p = sigmoid(0.3 * margin)
+    want = {
+        "robust": (0.2 * np.log(1 - p) - 0.8 * np.log(p)) / (1 - 2 * 0.2),
+        "hinge": np.where(0.3 * margin < 1, 1 - 0.3 * margin, 0),
+        "ipo": (margin - 1 / (2 * 0.3)) ** 2,
+    }[kind]
+    np.testing.assert_allclose(loss.compute(), want.mean(), rtol=1e-12)
+    assert metrics.keys() == dpo(answers(POLICY), answers(REFERENCE), beta=1)[1].keys()
+
+
+def test_a_model_that_is_its_reference_has_the_loss_of_no_preference(x64):
+    config = preference.get_config()
+    config.preference.beta = 0.3
+    for kind in DPO_KINDS:
+        loss, _ = dpo(answers(POLICY), answers(POLICY), beta=0.3, kind=kind)
+        config.preference.loss = kind
+        want = preference.references(config)["no preference"]
+        np.testing.assert_allclose(loss.compute(), want, rtol=1e-12)
+
+
+def test_losses_without_label_smoothing_refuse_it():
+    for kind in ("hinge", "ipo"):
+        with pytest.raises(jshard.UserError, match="is for dpo and robust"):
+            dpo(*[answers(POLICY)] * 2, beta=1, kind=kind, label_smoothing=0.1)
+        config = preference.get_config()
+        config.preference.update({"loss": kind, "label_smoothing": 0.1})
+        with pytest.raises(
+            jshard.UserError, match=f"leave it out with preference.loss={kind}"
+        ):
+            preference.check(config)
+    with pytest.raises(jshard.UserError, match="kind='aot' is none of dpo, robust"):
+        dpo(*[answers(POLICY)] * 2, beta=1, kind="aot")
 
 
 def test_preferences_are_taken_for_right_and_answers_for_whole(x64):

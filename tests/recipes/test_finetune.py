@@ -74,6 +74,7 @@ def train(workdir: Path, folder: Path, text: Path, **keys: Any) -> Path:
         "model.from": folder,
         "checkpoint.restore": folder,
         "data.path": text,
+        "optimizer.learning_rate": 0.03,  # so that four steps show
     } | keys
     with open_recipe(find_recipe("finetune.py")) as recipe:
         given = config_of(recipe, **keys)
@@ -154,6 +155,40 @@ def test_adapters_of_a_run_start_another(adapted, folder, text, tmp_path, capsys
         train(tmp_path / "other", folder, text, **keys, **{"lora.rank": 3})
     with pytest.raises(jshard.UserError, match=r"the model has none: give lora\.rank"):
         train(tmp_path / "other", folder, text, **keys, **{"lora.rank": 0})
+
+
+@pytest.mark.slow  # by default, hub/test_peft_files
+def test_adapters_as_peft_says_them_are_trained_merged_and_start_another(
+    folder, text, tmp_path
+):
+    keys = {
+        "lora.targets": ["q_proj", "down_proj"],
+        "lora.rank_pattern": ["down_proj:4"],
+        "lora.alpha_pattern": ["q_proj:8"],
+        "lora.layers_to_transform": [1],
+    }
+    run = train(tmp_path / "run", folder, text, **keys)
+    assert losses(run)[-1] < losses(run)[0]
+    export(run, tmp_path / "peft", format="peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert {config["r"], *config["rank_pattern"].values()} == {2, 4}
+    tensors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert {name.split(".")[4] for name in tensors} == {"1"}
+    assert len(tensors) == 4
+    export(run, tmp_path / "merged", format="huggingface", dtype="float32")
+    got, base = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "merged", folder)
+    )
+    changed = {name for name in got if not np.array_equal(got[name], base[name])}
+    layer = "model.layers.1"
+    assert changed == {
+        f"{layer}.self_attn.q_proj.weight", f"{layer}.mlp.down_proj.weight"
+    }  # fmt: skip
+    again = keys | {"checkpoint.adapters": tmp_path / "peft"}
+    assert losses(train(tmp_path / "next", folder, text, **again))[0] < losses(run)[0]
+    other = again | {"lora.layers_to_transform": [0]}
+    with pytest.raises(jshard.UserError, match=r"layers\.0\..* is missing"):
+        train(tmp_path / "other", folder, text, **other)
 
 
 def test_rank_0_trains_the_model_in_float32():

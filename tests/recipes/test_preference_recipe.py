@@ -179,11 +179,11 @@ def test_another_base_other_pairs_and_a_lost_reference_are_named(base, pairs, tm
         ({"lora.rank": 0}, r"a second model: set preference\.keep_reference=True"),
         (
             {"preference.loss": "orpo", "preference.label_smoothing": 0.1},
-            r"preference\.label_smoothing is for preference\.loss=dpo; leave it out",
+            r"preference\.label_smoothing is for losses with a reference; leave it out",
         ),
         (
             {"preference.loss": "orpo", "preference.keep_reference": True},
-            r"preference\.keep_reference is for preference\.loss=dpo",
+            r"preference\.keep_reference is for losses with a reference",
         ),
         ({"data.path": ""}, r"data\.path.*or from data\.dataset; give one of them"),
         ({"checkpoint.adapters": "DIR"}, r"checkpoint\.adapters=DIR: the reference wo"),

@@ -1,0 +1,1 @@
+"""Which layers have adapters, as Hugging Face's PEFT says it."""
