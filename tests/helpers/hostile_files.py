@@ -30,7 +30,8 @@ from jshard.distributed.cluster import find_cluster
 from jshard.distributed.peers import Peers
 from jshard.distributed.schedulers import gpus_seen
 from jshard.hub import peft
-from jshard.hub.peft import check_adapters, check_base, read_adapters
+from jshard.hub.adapters import reading
+from jshard.hub.adapters.reading import check_adapters, check_base, read_adapters
 from jshard.report.run_report import write_report
 from jshard.run.resume import read_notes
 from jshard.run.start import find_start
@@ -168,7 +169,7 @@ def schedulers_reader(folder: Path):
 
 def adapters_reader(folder: Path, name: str = peft.CONFIG):
     state = _adapted()
-    names = peft._tensor_names(peft._adapters(state))
+    names = reading._tensor_names(reading._adapters(state))
     found = {x for place in peft.places(names, PLACES).values() for x in place.names}
     shapes = {x: (2, 4) if "lora_A" in x else (4, 2) for x in found}
     tensors = {x: np.ones(shape, np.float32) for x, shape in shapes.items()}
