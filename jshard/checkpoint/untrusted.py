@@ -23,7 +23,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     opened = ("{", "[") if isinstance(text, str) else (b"{", b"[")
-    if sum(map(text.count, opened)) <= _DEEPEST:  # pyright: ignore[reportArgumentType]
+    if sum(map(text.count, opened)) < _DEEPEST:  # pyright: ignore[reportArgumentType]
         return value  # the usual: looking at all of it takes longer than parsing
     level = [value]
     for _ in range(_DEEPEST):

@@ -98,7 +98,7 @@ def test_an_outcome_is_logged_and_cannot_be_changed(caplog):
 def test_a_folder_may_be_in_a_bucket(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(
-        module, "BucketSaves", lambda url, local: made.append((url, local))
+        module, "BucketSaves", lambda url, local, owner: made.append((url, local))
     )
     there = Checkpointer("s3://bucket/run", local=tmp_path)
     assert there.folder == tmp_path

@@ -127,6 +127,8 @@ def _knows_layers(tx: Transformation, stacks: Any) -> bool:
             pairs = (jax.tree.leaves(x) for x in (updates, firsts(updates)))
             if not all(map(_same, *pairs)):
                 return True
+    except UserError:  # it says what no step has, whatever the arrays
+        raise
     except Exception as error:  # the user's, raised again where a step has it, too
         warnings.warn(
             "optimizer: whether it treats a Stack's layers as tensors of their own is "
