@@ -70,6 +70,7 @@ def test_a_step_whose_files_cannot_be_written_is_not_named(
 
 
 def test_what_another_program_keeps_beside_the_steps_is_not_deleted(there, tmp_path):
+    StepList(there)
     for path in ("ckpt-8/_METADATA", "8-best/_METADATA", "8-0123abcd/left"):
         there.write(path, b"{}")
     Written(there, tmp_path)
@@ -160,10 +161,25 @@ def test_an_attempt_that_was_killed_on_this_host_is_begun_again(there, tmp_path)
 
 
 def test_objects_beside_the_steps_are_left_alone(there, tmp_path):
+    StepList(there)
     for name in ("notes/a", "7-0123abcd/state/d/x"):
         there.write(name, b"x")
     Written(there, tmp_path)
     assert sorted(there.paths()) == ["notes/a", "steps.json"]
+
+
+def test_steps_without_their_list_are_kept_and_refused(there, tmp_path):
+    Written(there, tmp_path / "first").save(6)
+    there.delete("steps.json")
+    kept = there.paths()
+    for start in (step_list.read, StepList):
+        with pytest.raises(
+            UserError, match=r"steps\.json is missing, .* of 6-[0-9a-f]"
+        ):
+            start(there)
+    with pytest.raises(UserError, match="restore it, or give another URL"):
+        Written(there, tmp_path / "second")
+    assert there.paths() == kept
 
 
 def test_a_second_start_reads_what_the_first_saved(there, tmp_path):

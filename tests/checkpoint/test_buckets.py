@@ -18,6 +18,7 @@ from bucket_servers import BUCKET, GCS, S3, Folder, Proxy, Server, free_port, ru
 from jshard.checkpoint.buckets.arrays import on_host
 from jshard.checkpoint.buckets.mirror import on_disk
 from jshard.checkpoint.buckets.objects import Objects
+from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.metadata import arrays_by_name
 from jshard.checkpoint.restore import find_damage, restore_state
@@ -153,6 +154,7 @@ def test_only_the_run_that_started_last_saves(url):
 
 
 def test_what_a_killed_save_left_is_deleted(url):
+    StepList(Objects(url))
     Objects(url).write("7-0123abcd/state/d/xyz", b"part")
     save(url, 8)
     assert steps_in(url) == {"8"}

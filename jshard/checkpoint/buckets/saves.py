@@ -8,7 +8,6 @@ The small files of each complete step are kept in a local folder as well (``mirr
 """
 
 import logging
-import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -23,11 +22,9 @@ from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.buckets import arrays
 from jshard.checkpoint.buckets.mirror import fetch_steps
 from jshard.checkpoint.buckets.objects import BucketError, Objects
-from jshard.checkpoint.buckets.step_list import StepList
+from jshard.checkpoint.buckets.step_list import StepList, attempts
 from jshard.checkpoint.disk_saves import Expired, write_texts
 from jshard.checkpoint.participants import Participants, on_first
-
-_OURS = re.compile(r"\d+-[0-9a-f]{8}")  # how an attempt is called; all else is others'
 
 
 class BucketSaves:
@@ -52,10 +49,8 @@ class BucketSaves:
         """Is the owner of the list of steps, and deletes what it does not name."""
         self._list = StepList(self._objects, self._owner)
         self.refresh()
-        found = {path.partition("/")[0] for path in self._objects.paths()}
         complete = self._list.names.values()
-        ours = {name for name in found if _OURS.fullmatch(name)}
-        self._delete(ours - {*complete})
+        self._delete({*attempts(self._objects)} - {*complete})
 
     def refresh(self) -> None:
         """Copies the small files of steps that this process has not seen yet."""

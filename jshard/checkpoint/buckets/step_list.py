@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from jshard.checkpoint.buckets.objects import MISSING, Objects, Overtaken
 from jshard.checkpoint.untrusted import parse_json
-from jshard.errors import UserError
+from jshard.errors import UserError, some_of
 
 FILE = "steps.json"
 _ATTEMPTS = 10  # to become its owner while another run saves there
 FORMAT = 1  # incremented when an older jshard could not read it
+_OURS = re.compile(r"\d+-[0-9a-f]{8}")  # how an attempt is called; all else is others'
 Names = dict[int, str]  # the name of each step's folder, as "100-1f2e3d4c"
 
 
@@ -24,17 +25,28 @@ def read(objects: Objects) -> Names:
     """Returns the complete steps below a URL.
 
     Raises:
-      UserError: Their list is damaged, or a newer jshard wrote it.
+      UserError: Their list is damaged or missing, or a newer jshard wrote it.
     """
     return _read(objects)[0]
+
+
+def attempts(objects: Objects) -> list[str]:
+    """Returns the names of all saves below a URL, complete or not, sorted."""
+    found = {path.partition("/")[0] for path in objects.paths()}
+    return sorted(name for name in found if _OURS.fullmatch(name))
 
 
 def _read(objects: Objects) -> tuple[Names, str, bytes]:
     """Returns the steps, the list's owner and its generation."""
     content, generation = objects.read(FILE)
-    if content is None:
-        return {}, "", MISSING
     where = f"{objects.url}/{FILE}"
+    if content is None:
+        if kept := attempts(objects):  # the list is written before the first of them
+            raise UserError(
+                f"{where} is missing, and with it which of {some_of(kept, limit=3)} is "
+                "a complete step: restore it, or give another URL"
+            )
+        return {}, "", MISSING
     try:
         found = parse_json(content)
         if found["format"] > FORMAT:
