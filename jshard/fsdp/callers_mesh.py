@@ -8,7 +8,7 @@ same devices (``taken``), and gives its results back as arrays of the caller's
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -80,6 +80,12 @@ def of_auto_axes(mesh: Any) -> Any:
     if mesh.are_all_axes_auto:
         return mesh
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def all_on(arrays: Iterable[Any], mesh: Any) -> bool:
+    """Returns whether all arrays are on a mesh, so that ``taken`` would change none."""
+    places = (getattr(x, "sharding", None) for x in arrays)
+    return all(getattr(place, "mesh", None) is mesh for place in places)
 
 
 def taken(tree: Any, mesh: Any, what: str) -> Any:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jshard.errors import UserError
-from jshard.fsdp.callers_mesh import given_back, own_mesh, taken
+from jshard.fsdp.callers_mesh import all_on, given_back, own_mesh, taken
 
 
 @jax.tree_util.register_dataclass
@@ -197,7 +197,8 @@ class Step(Generic[Result]):
         if not isinstance(state, TrainState):
             name = type(state).__name__
             raise UserError(f"a step takes the state of fsdp.init, not a {name}")
-        check_kept(state)
+        arrays = jax.tree.leaves(state)  # once: it takes Python for each of them
+        check_kept(arrays)
         self._check(batch)
         if _is_donated(batch):
             raise UserError(
@@ -207,7 +208,8 @@ class Step(Generic[Result]):
         debugged = [x for x in _DEBUGGED if getattr(jax.config, x)]
         run = _debugged(self._jitted, debugged) if debugged else self._jitted
         with own_mesh(self.mesh) as callers:
-            state = taken(state, self.mesh, "state")
+            if not all_on(arrays, self.mesh):
+                state = taken(state, self.mesh, "state")
             outputs = self._run(run, state, taken(batch, self.mesh, "batch"))
             if self._after is not None:
                 self._after(outputs)

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jshard
+import jshard.fsdp.state
 from mesh_contexts import (
     BATCH,
     CONTEXTS,
@@ -95,6 +96,17 @@ def test_batches_and_states_may_be_on_any_mesh_of_the_same_devices(
     assert float(metrics["loss"]) == alone["train"][0]
     means = program.eval_step(program.state, batch)
     assert means.loss.terms[0][1].total.sharding.mesh == program.fsdp.mesh
+
+
+def test_a_state_that_is_on_the_mesh_costs_a_step_no_walk_over_its_paths(
+    program, monkeypatch
+):
+    walked = []
+    monkeypatch.setattr(
+        jshard.fsdp.state, "taken", lambda tree, mesh, what: walked.append(what) or tree
+    )
+    program.eval_step(program.state, program.fsdp.shard_batch(BATCH))
+    assert walked == ["batch"]
 
 
 def test_steps_are_lowered_and_traced_within_any_mesh(program):
