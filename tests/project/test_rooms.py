@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1311,
     "surface": 683,
     "plan": 5297,
-    "training": 16816,
+    "training": 16990,
     "checkpoint": 7904,
     "generation": 1218,
     "start-up note": 444,
