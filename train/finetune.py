@@ -21,7 +21,6 @@ from jshard.models import llama_huggingface as huggingface  # read by jshard, to
 from jshard.recipes import gpt, llama
 
 loss_fn = llama.loss_fn
-sample = gpt.sample
 
 RATES = (2e-4, 1e-5)  # of adapters, and of the model itself
 
@@ -39,7 +38,6 @@ def get_config() -> ConfigDict:
     # The model's own sequence length is the longest text that it was made for.
     config.data.sequence_length = Key(1024, "tokens per example", at_least=1)
     config.sample = gpt.get_config().sample
-    config.sample.prompt = "The "
     config.lora = {
         "rank": Key(16, "rank of the adapters; 0 trains the model itself", at_least=0),
         "alpha": Key(32.0, "adapters are scaled by alpha / rank", above=0),
@@ -130,6 +128,10 @@ def trainable(config):
 
 def make_data(config, split):
     return gpt.make_data(of_examples(config), split)
+
+
+def sample(config):
+    return gpt.sample_like(config, make_data)
 
 
 def flops_per_token(config):

@@ -156,8 +156,9 @@ def get_config() -> ConfigDict:
             },
             "sample": {
                 "prompt": Key(
-                    "class Parser:\n    def",
-                    "prompt of the text sampled at evaluations",
+                    "",
+                    "prompt of the text sampled at evaluations; '' is how the "
+                    "validation text begins, 'The ' without, and a class in Python's",
                 ),
                 "length": Key(120, "tokens to sample; 0 samples none", at_least=0),
                 "temperature": Key(0.5, "sampling temperature", at_least=0.01),
@@ -275,11 +276,16 @@ def flops_per_token(config):
 
 
 def sample(config):
+    return sample_like(config, make_data)
+
+
+def sample_like(config, make_data):
+    """Returns what samples a text that begins like those of `make_data`."""
     options = config.sample
     if not options.length:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.vocab_size)
-    prompt = tokenizer.encode(options.prompt)
+    prompt = prompt_tokens(config, make_data, tokenizer.encode)
     if not 0 < len(prompt) < config.model.sequence_length:
         raise jshard.UserError(
             f"--config.sample.prompt: has {len(prompt)} tokens; must have at least 1, "
@@ -297,3 +303,19 @@ def sample(config):
         batch,
         tokenizer.decode,
     )
+
+
+def prompt_tokens(config, make_data, encode):
+    """Returns the tokens of the prompt, by default the first of the validation text."""
+    data, prompt = config.data, config.sample.prompt
+    given = data.path or data.get("mixture") or data.get("dataset")
+    if prompt or not given:
+        return encode(prompt or "class Parser:\n    def")
+    validation = make_data(config, "validation") if config.eval_every else None
+    if validation is None:
+        return encode("The ")
+    example = next(iter(validation))
+    segments = example.get("segment_ids")
+    # Of a packed row the first document; else all but padding.
+    own = example["weights"] > 0 if segments is None else segments == segments[0]
+    return example["inputs"][own][: min(16, config.model.sequence_length - 1)]

@@ -7,7 +7,7 @@ bfloat16, with weights, sums of gradients and batch statistics in float32.
 
     python -m jshard.train --config=imagenet_regnet.py --config.data.path=FOLDER
 
-FOLDER has train/CLASS/*.JPEG and val/CLASS/*.JPEG, or array records
+FOLDER has train/CLASS/*.JPEG and val/CLASS/*.JPEG, a metadata.csv, or array records
 (jshard/data/images/image_sources.py). Without it the images are noise, for plans and
 timings.
 """
@@ -70,8 +70,8 @@ def get_config() -> ConfigDict:
             "data": {
                 "path": Key(
                     "",
-                    "folder with a folder of images for each class in train/ and val/, "
-                    "or with array records; by default noise",
+                    "folder of train/ and val/, with folders by class or metadata.csv, "
+                    "or of array records; by default noise",
                     kind=Path,
                     bucket=True,
                 ),

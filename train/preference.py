@@ -30,7 +30,6 @@ from jshard.models import llama_huggingface as huggingface  # noqa: F401  read b
 from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
 from jshard.recipes import finetune, gpt, llama
 
-sample = finetune.sample
 trainable = finetune.trainable
 
 # Those of Zephyr's DPO (github.com/huggingface/alignment-handbook, recipes/
@@ -239,6 +238,16 @@ def make_data(config, split):
     if split == "validation" and config.model.balance_weight:
         more["weights"] = np.float32(1)  # 0 in copies that fill the last batch
     return pairs.map(lambda pair: pair | more) if more and pairs is not None else pairs
+
+
+def sample(config):
+    def chosen_texts(config, split):
+        pairs = make_data(config, split)
+        return pairs and pairs.map(
+            lambda x: {"inputs": x["inputs"][::2], "weights": x["texts"][::2]}
+        )
+
+    return gpt.sample_like(config, chosen_texts)
 
 
 def references(config):

@@ -55,7 +55,6 @@ BY_MEMORY = ("remat", "accumulate")
 
 Path = Iterable[Any]  # of a module or a parameter in the model
 
-
 # False keeps full weights for the backward, True none, a number one part of them.
 Reshard = bool | int
 
@@ -154,9 +153,8 @@ class Policy(UnitPolicy):
     Three settings are of the step, not of sharding: ``accumulate``, ``loss_scale`` and
     ``ema_decay``. They live here because more than ``FSDP.train_step`` reads them: a
     state has averages and a scale from its first step on, gradients that are
-    accumulated are summed elsewhere and in other dtypes (so a state's layout depends on
-    it), and the planner and ``fit`` choose micro-batches together with ``remat``. One
-    object says what a run is, so a state, a step and a plan cannot disagree.
+    accumulated are summed elsewhere and in other dtypes, and the planner and ``fit``
+    choose micro-batches together with ``remat``. One object says what a run is.
     """
 
     reshard_root: Reshard = knob(
@@ -200,6 +198,14 @@ class Policy(UnitPolicy):
         "scale the loss in the backward pass, which float16 needs",
         more="The factor adapts to the gradients. Steps that overflow are skipped and "
         "counted.",
+    )
+
+    loss_scale_start: float = knob(
+        2.0**15, "first loss scale", at_least=1, at_most=2.0**24, more="A power of 2."
+    )
+
+    loss_scale_window: int = knob(
+        2000, "finite steps until the loss scale doubles", at_least=1, more="To 2**24."
     )
 
     min_shard_elements: int = knob(
@@ -263,8 +269,7 @@ class Policy(UnitPolicy):
                     f"policy.overrides[{pattern!r}]: {fields!r} must be a mapping of "
                     f"{', '.join(_OVERRIDABLE)}"
                 )
-            unknown = sorted(set(fields) - set(_OVERRIDABLE))
-            if unknown:
+            if unknown := sorted(set(fields) - set(_OVERRIDABLE)):
                 raise UserError(
                     f"policy.overrides[{pattern!r}]: unknown {', '.join(unknown)}; "
                     f"possible: {', '.join(_OVERRIDABLE)}"
@@ -309,8 +314,7 @@ class Policy(UnitPolicy):
 
     def products(self) -> set[str]:
         """Returns the float8 products of all modules, by name."""
-        chosen = self.everywhere("precision").values()
-        return {precision.products for precision in chosen} - {None}
+        return {x.products for x in self.everywhere("precision").values()} - {None}
 
     def multiplies_in_float8(self) -> bool:
         """Returns whether any module's products are in float8."""
@@ -318,8 +322,7 @@ class Policy(UnitPolicy):
 
     def offloads_activations(self) -> bool:
         """Returns whether any layer keeps activations in host memory."""
-        chosen = self.everywhere("remat").values()
-        return any(isinstance(remat, Offload) for remat in chosen)
+        return any(isinstance(x, Offload) for x in self.everywhere("remat").values())
 
     def check_groups(self, shards: int) -> None:
         """Raises UserError for a group that does not divide the fsdp axis."""
@@ -327,11 +330,10 @@ class Policy(UnitPolicy):
         groups["reshard_root"] = self.reshard_root
         for name, group in groups.items():
             if not isinstance(group, bool) and shards % group:
-                sizes = [n for n in range(1, shards + 1) if shards % n == 0]
+                sizes = [str(n) for n in range(1, shards + 1) if shards % n == 0]
                 raise UserError(
                     f"policy.{name}={group} does not divide the {shards} devices of "
-                    "the fsdp axis; possible: True, False, "
-                    f"{', '.join(map(str, sizes))}"
+                    f"the fsdp axis; possible: {', '.join(['True', 'False', *sizes])}"
                 )
 
 

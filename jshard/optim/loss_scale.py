@@ -8,21 +8,21 @@ scale in float32. A step whose gradients are not finite changes only the scale
 import jax
 import jax.numpy as jnp
 
+from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import LossScale
 
-START, LARGEST = 2.0**15, 2.0**24
-PATIENCE = 2000  # finite steps until the scale is doubled
+LARGEST = 2.0**24
 
 
-def start() -> LossScale:
-    """Returns the scale of the first step."""
+def start(policy: Policy) -> LossScale:
+    """Returns what the first step has."""
     zero = jnp.zeros((), jnp.int32)
-    return LossScale(jnp.float32(START), zero, zero)
+    return LossScale(jnp.float32(policy.loss_scale_start), zero, zero)
 
 
-def update(loss_scale: LossScale, finite: jax.Array) -> LossScale:
-    """Halves the scale after a step that is not ``finite``; doubles it after many."""
-    grows = loss_scale.good_steps + 1 >= PATIENCE
+def update(loss_scale: LossScale, finite: jax.Array, window: int) -> LossScale:
+    """Halves the scale after a step that overflows; doubles it after ``window`` not."""
+    grows = loss_scale.good_steps + 1 >= window
     grown = jnp.where(grows, loss_scale.scale * 2, loss_scale.scale)
     scale = jnp.where(finite, grown, loss_scale.scale / 2)
     return LossScale(

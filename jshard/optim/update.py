@@ -44,7 +44,7 @@ def first_fields(
         "step": step,
         "opt_state": first_state(optimizer, params, mesh),
         "ema": None if policy.ema_decay is None else ema.start(params),
-        "loss_scale": loss_scale.start() if policy.loss_scale else None,
+        "loss_scale": loss_scale.start(policy) if policy.loss_scale else None,
     }
 
 
@@ -88,7 +88,7 @@ def next_state(
     if scale is not None:
         finite = jnp.isfinite(norm)
         metrics["loss_scale"] = scale.scale
-        scale = loss_scale.update(scale, finite)
+        scale = loss_scale.update(scale, finite, layout.policy.loss_scale_window)
         metrics["skipped_steps"] = scale.skipped
     if scale is not None or counts.differ_from_steps(state.opt_state):
         if (count := counts.of_schedules(state.opt_state)) is not None:

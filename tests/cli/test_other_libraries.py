@@ -135,6 +135,8 @@ def finetune():
         ("max-steps", "Trainer and Lightning's Trainer is --config.steps=N; --help"),
         ("lora.lora_alpha", "lora_alpha of PEFT is --config.lora.alpha=X; --help"),
         ("fp16.loss_scale", "--config.policy.loss_scale=True, which adapts; --help"),
+        ("loss_scale_window", "DeepSpeed is --config.policy.loss_scale_window=N; --h"),
+        ("initial_scale_power", "is --config.policy.loss_scale_start=X, 2**POWER; --"),
         ("optimizer.params.lr", "lr of DeepSpeed is --config.optimizer.learning_rate"),
         ("optimizer.warmup_step", "; did you mean optimizer.warmup_steps?; --help"),
         ("beta", "is --config.preference.beta=X; this recipe has no such key; --help"),
@@ -165,7 +167,7 @@ def test_an_argument_of_another_librarys_command_line_is_answered_with_ours():
 
 
 def test_an_argument_of_another_librarys_trainer_is_answered_with_ours():
-    with pytest.raises(UserError, match=r"'max_epochs'.* has config key steps=N upd"):
+    with pytest.raises(UserError, match=r"'max_epochs'.* is config key steps=Nepochs"):
         recipe_of_parts(None, {"max_epochs": 3})
     with pytest.raises(UserError, match=r"'default_root_dir'.* is workdir=DIR"):
         recipe_of_parts(None, {"default_root_dir": "a"})

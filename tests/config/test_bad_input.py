@@ -365,7 +365,6 @@ def write_recipe(folder: Path, config: dict) -> None:
         (["--config.mesh.replica=True"], "--config.mesh.replica=True"),
         (["--config.policy.first_k=99"], "policy.first_k=99 is more layers than"),
         (["--config.sample.prompt=" + "long" * 50], "--config.sample.prompt: has 1"),
-        (["--config.sample.prompt="], "--config.sample.prompt: has 0 tokens"),
         (["--config.model.num_heads=3"], "num_heads=3"),
         (["--config.checkpoint.best=eval_nosuch"], "checkpoint.best=eval_nosuch"),
         (["--config.data.validation_fraction=0", "--config.data.path=text.txt"],

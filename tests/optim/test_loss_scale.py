@@ -115,10 +115,13 @@ STATEFUL = {
     "precision": jshard.Precision(compute="float16", reduce="float16"),
     "ema_decay": 0.9,
     "accumulate": 2,
+    "loss_scale_start": 2.0**10,
+    "loss_scale_window": 1,
 }
 
 
 def test_a_step_that_overflows_changes_only_the_scale_and_the_step():
+    """The scale starts and grows as the policy says, and is halved."""
     batches = make_batches(3)
     batches[1]["y"] = batches[1]["y"] + np.float32(np.inf)
     before, _ = run(batches[:1], **STATEFUL)
@@ -128,11 +131,11 @@ def test_a_step_that_overflows_changes_only_the_scale_and_the_step():
         np.testing.assert_array_equal(got, want)
     assert int(after.step) == 2
     assert int(after.opt_state[0].count) == 1
-    assert float(scale_of(after).scale) == loss_scale.START / 2
+    assert float(scale_of(after).scale) == 2.0**10
     assert history[1]["skipped_steps"] == 1
     _, history = run(batches, **STATEFUL)
     assert [h["skipped_steps"] for h in history] == [0, 1, 1]
-    assert [h["loss_scale"] for h in history][1:] == [2.0**15, 2.0**14]
+    assert [h["loss_scale"] for h in history] == [2.0**10, 2.0**11, 2.0**10]
 
 
 @pytest.mark.quick("2")
@@ -276,16 +279,14 @@ def test_optimizer_state_of_float16_parameters_is_float32():
 
 
 def test_the_scale_grows_after_many_good_steps_and_stays_in_bounds():
-    state = loss_scale.start()
-    state = dataclasses.replace(state, good_steps=jnp.int32(loss_scale.PATIENCE - 1))
-    grown = loss_scale.update(state, jnp.bool_(True))
-    assert float(grown.scale) == 2 * loss_scale.START
+    state = loss_scale.start(POLICY)
+    state = dataclasses.replace(state, good_steps=jnp.int32(1999))
+    grown = loss_scale.update(state, jnp.bool_(True), 2000)
+    assert float(grown.scale) == 2.0**16
     assert int(grown.good_steps) == 0
     for finite, bound in ((True, loss_scale.LARGEST), (False, 1.0)):
         for _ in range(40):
-            good = jnp.int32(loss_scale.PATIENCE)
-            state = dataclasses.replace(state, good_steps=good)
-            state = loss_scale.update(state, jnp.bool_(finite))
+            state = loss_scale.update(state, jnp.bool_(finite), 1)
         assert float(state.scale) == bound
 
 
@@ -300,7 +301,7 @@ def test_a_checkpoint_holds_the_scale_and_the_count_of_skipped_steps(tmp_path):
         checkpointer.wait()
         abstract = fsdp.abstract_state(Normalised, optax.adam(1e-2))
         restored = checkpointer.restore(abstract)
-    assert float(scale_of(restored).scale) == loss_scale.START / 2
+    assert float(scale_of(restored).scale) == 2.0**10
     assert int(scale_of(restored).skipped) == 1
     resumed, _ = run(batches[2:], state=restored, **STATEFUL)
     for got, want in zip(params(resumed), params(whole), strict=True):

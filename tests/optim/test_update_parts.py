@@ -33,30 +33,31 @@ def test_an_average_keeps_what_tensorflow_does(decay, steps, kept):
     [
         ((8.0, 5, 2), True, (8.0, 6, 2)),
         ((8.0, 5, 2), False, (4.0, 0, 3)),
-        ((8.0, loss_scale.PATIENCE - 2, 2), True, (8.0, loss_scale.PATIENCE - 1, 2)),
-        ((8.0, loss_scale.PATIENCE - 1, 2), True, (16.0, 0, 2)),
-        ((8.0, loss_scale.PATIENCE - 1, 2), False, (4.0, 0, 3)),
+        ((8.0, 8, 2), True, (8.0, 9, 2)),
+        ((8.0, 9, 2), True, (16.0, 0, 2)),
+        ((8.0, 9, 2), False, (4.0, 0, 3)),
         ((2.0, 0, 0), False, (1.0, 0, 1)),
         ((1.0, 0, 0), False, (1.0, 0, 1)),
-        ((2.0**24, loss_scale.PATIENCE - 1, 0), True, (2.0**24, 0, 0)),
-        ((2.0**23, loss_scale.PATIENCE - 1, 0), True, (2.0**24, 0, 0)),
+        ((2.0**24, 9, 0), True, (2.0**24, 0, 0)),
+        ((2.0**23, 9, 0), True, (2.0**24, 0, 0)),
     ],
 )
 def test_a_scale_is_halved_or_doubled_and_steps_are_counted(before, finite, after):
     scale, good, skipped = before
     state = LossScale(jnp.float32(scale), jnp.int32(good), jnp.int32(skipped))
-    got = loss_scale.update(state, jnp.asarray(finite))
+    got = loss_scale.update(state, jnp.asarray(finite), window=10)
     assert (float(got.scale), int(got.good_steps), int(got.skipped)) == after
 
 
-def test_a_run_starts_with_the_scale_of_2_to_the_15():
-    start = loss_scale.start()
+def test_a_scale_starts_as_the_policy_says_by_default_at_2_to_the_15():
+    policy = jshard.Policy()
+    start = loss_scale.start(policy)
     assert (float(start.scale), int(start.good_steps), int(start.skipped)) == (
         2.0**15,
         0,
         0,
     )
-    assert (loss_scale.LARGEST, loss_scale.PATIENCE) == (2.0**24, 2000)
+    assert (loss_scale.LARGEST, policy.loss_scale_window) == (2.0**24, 2000)
 
 
 @pytest.mark.core

@@ -56,9 +56,9 @@ stage3_gather_16bit_weights_on_model_save -> none: jshard.export --dtype=bfloat1
 bf16.enabled -> ~policy.precision.compute=bfloat16
 fp16.enabled -> ~policy.precision.compute=float16 ~policy.loss_scale=True
 loss_scale -> ~policy.loss_scale=True, which adapts
-initial_scale_power loss_scale_window hysteresis min_loss_scale consecutive_hysteresis \
--> none: with ~policy.loss_scale=True it starts at 2**15, is halved after a step that \
-overflows, and doubled after 2000 that do not
+initial_scale_power -> ~policy.loss_scale_start=X, 2**POWER
+loss_scale_window -> ~policy.loss_scale_window=N
+hysteresis min_loss_scale consecutive_hysteresis -> none: overflow halves it, down to 1
 bf16_optimizer_states -> ~optimizer.moment_dtype=bfloat16
 activation_checkpointing number_checkpoints contiguous_memory_optimization \
 -> ~policy.remat=full

@@ -1,12 +1,14 @@
-"""Where encoded images with labels lie: folders of classes, and array records.
+"""Where encoded images with labels lie: folders with or without tables, and records.
 
 A record is the label, a little-endian int32, and then the bytes of an image file.
 """
 
+import dataclasses
 import functools
+import itertools
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from jshard.cli.paths import check_path
 from jshard.data.files.noting import note
 from jshard.data.files.walk import files_of, reading
+from jshard.data.images.image_tables import class_names, count_unnamed, labels_of_splits
 from jshard.errors import UserError, some_of
 from jshard.hub.online.download import data_path
 
@@ -59,41 +62,28 @@ class EncodedImage(NamedTuple):
     name: str  # where it is, for messages
 
 
+@dataclasses.dataclass(frozen=True)
 class ImageFolder:
-    """Images in folders that are named like their classes, in sorted order.
+    """Images in files with labels.
 
     Attributes:
+      files: Their paths.
+      labels: The class of each.
       classes: The names of the classes; a label is a place in them.
     """
 
-    def __init__(self, folder: Path):
-        self.classes = _class_names(folder)
-        self._files: list[str] = []
-        self._labels: list[int] = []
-        left_out: Counter[str] = Counter()
-        for label, name in enumerate(self.classes):
-            with reading(folder / name):
-                found = sorted(files_of(folder / name))
-            files = [file for file in found if file.lower().endswith(suffixes())]
-            others = [file for file in found if not file.lower().endswith(suffixes())]
-            left_out.update(Path(file).suffix.lower() or "no suffix" for file in others)
-            self._files += files
-            self._labels += [label] * len(files)
-        text = f"{folder}: {len(self._files):,} images in {len(self.classes)} classes"
-        if left_out:
-            kinds = [f"{count:,} of {kind}" for kind, count in left_out.most_common()]
-            read = ", ".join(FORMATS)
-            text += f"; left out {some_of(kinds)}: images are {read}"
-        note(text)
+    files: list[str]
+    labels: list[int]
+    classes: list[str]
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.files)
 
     def __getitem__(self, index: int) -> EncodedImage:
         """Reads an image."""
-        file = self._files[index]
+        file = self.files[index]
         try:
-            return EncodedImage(Path(file).read_bytes(), self._labels[index], file)
+            return EncodedImage(Path(file).read_bytes(), self.labels[index], file)
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
 
@@ -123,10 +113,15 @@ class ImageRecords:
 def find_images(path: str, split: str, classes: int) -> ImageFolder | ImageRecords:
     """Finds the images of a split.
 
-    `path` is a folder with either of:
+    `path` is a folder with one of:
 
     - `train/CLASS/...` and `validation/CLASS/...` (or `val`, `valid`, `dev`), with the
       same classes, which are labelled in sorted order;
+    - images in such folders of splits, and `metadata.csv`, `metadata.jsonl`,
+      `metadata.parquet` or `labels.csv` in each, or one beside them. Its columns
+      `file_name` (or `file`, `filename`, `image`) and `label` (or `class`) are the path
+      of an image below the table's folder, and the class: whole numbers, counted from
+      0, or names, whose sorted order it is;
     - `train*.array_record` and `validation*.array_record` (or `val*`, `valid*`).
 
     Args:
@@ -145,7 +140,7 @@ def find_images(path: str, split: str, classes: int) -> ImageFolder | ImageRecor
     if records := _records(folder, split):
         source: ImageFolder | ImageRecords = ImageRecords(records)
     else:
-        found = _split_folder(folder, split)
+        found = _in_files(folder, split)
         if found is None:
             wanted = " or ".join(f"{name}/" for name in _SPLITS[split])
             hint = (
@@ -154,16 +149,14 @@ def find_images(path: str, split: str, classes: int) -> ImageFolder | ImageRecor
             )
             raise UserError(
                 f"--config.data.path={path}: has no {wanted} with a folder for each "
-                f"class, and no {_SPLITS[split][0]}*{RECORDS}"
-                + hint
-                * any(folder.glob("*.tar"))
+                "class or with a metadata.csv (columns file_name and label), and no "
+                f"{_SPLITS[split][0]}*{RECORDS}" + hint * any(folder.glob("*.tar"))
             )
-        source = ImageFolder(found)
-        _check_classes(folder, source.classes, split)
+        source = found
         if len(source.classes) > classes:
             raise UserError(
-                f"{found} has {len(source.classes)} classes, and model.classes="
-                f"{classes}: set --config.model.classes={len(source.classes)}"
+                f"{folder}: {split} has {len(source.classes)} classes, and model."
+                f"classes={classes}: set --config.model.classes={len(source.classes)}"
             )
     if not len(source):
         raise UserError(f"--config.data.path={path}: the {split} split has no images")
@@ -182,10 +175,9 @@ def write_records(path: str, output: str, images_per_file: int = 10_000) -> None
     target = Path(output).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     for split in _SPLITS:
-        found = _split_folder(Path(path).expanduser(), split)
-        if found is None:
+        images = _in_files(Path(path).expanduser(), split)
+        if images is None:
             continue
-        images = ImageFolder(found)
         count = -(-len(images) // images_per_file)
         for number in range(count):
             name = f"{split}-{number:05d}-of-{count:05d}{RECORDS}"
@@ -204,9 +196,51 @@ def _records(folder: Path, split: str) -> list[Path]:
     return []
 
 
-def _split_folder(folder: Path, split: str) -> Path | None:
-    candidates = [folder / name for name in _SPLITS[split]]
-    return next((folder for folder in candidates if folder.is_dir()), None)
+def _in_files(root: Path, split: str) -> ImageFolder | None:
+    """Returns the images of a split's folder, if there is one."""
+    folders = {}
+    for name, of_split in _SPLITS.items():
+        candidates = [root / folder for folder in of_split]
+        if found := next((x for x in candidates if x.is_dir()), None):
+            folders[name] = found
+    if split not in folders:
+        return None
+    if labels := labels_of_splits(root, folders):
+        return _labelled_by_table(folders[split], labels[split], class_names(labels))
+    _check_classes(root, {name: _class_names(x) for name, x in folders.items()})
+    return _labelled_by_folder(folders[split])
+
+
+def _labelled_by_table(
+    folder: Path, labels: Mapping[str, str], classes: list[str]
+) -> ImageFolder:
+    text = f"{folder}: {len(labels):,} images in {len(classes)} classes, by a table"
+    if count := count_unnamed(folder, labels, suffixes()):
+        text += f"; left out {count:,} that it does not name"
+    note(text)
+    files, places = sorted(labels), {name: i for i, name in enumerate(classes)}
+    return ImageFolder(files, [places[labels[file]] for file in files], classes)
+
+
+def _labelled_by_folder(folder: Path) -> ImageFolder:
+    """Labels images in folders that are named like their classes, in sorted order."""
+    images = ImageFolder([], [], _class_names(folder))
+    left_out: Counter[str] = Counter()
+    for label, name in enumerate(images.classes):
+        with reading(folder / name):
+            found = sorted(files_of(folder / name))
+        files = [file for file in found if file.lower().endswith(suffixes())]
+        others = [file for file in found if not file.lower().endswith(suffixes())]
+        left_out.update(Path(file).suffix.lower() or "no suffix" for file in others)
+        images.files.extend(files)
+        images.labels.extend([label] * len(files))
+    text = f"{folder}: {len(images):,} images in {len(images.classes)} classes"
+    if left_out:
+        kinds = [f"{count:,} of {kind}" for kind, count in left_out.most_common()]
+        read = ", ".join(FORMATS)
+        text += f"; left out {some_of(kinds)}: images are {read}"
+    note(text)
+    return images
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -215,20 +249,12 @@ def _class_names(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.startswith((".", "__")))
 
 
-def _check_classes(folder: Path, classes: Sequence[str], split: str) -> None:
-    """Raises a UserError if the other split has other classes."""
-    other = "validation" if split == "train" else "train"
-    found = _split_folder(folder, other)
-    if found is None:
-        return
-    others = set(_class_names(found))
-    for names, has, lacks in (
-        (set(classes) - others, split, other),
-        (others - set(classes), other, split),
-    ):
-        if names:
+def _check_classes(folder: Path, classes: Mapping[str, Sequence[str]]) -> None:
+    """Raises a UserError if the splits have different classes."""
+    for has, lacks in itertools.permutations(classes, 2):
+        if names := sorted({*classes[has]} - {*classes[lacks]}):
             raise UserError(
                 f"--config.data.path={folder}: the splits have different classes: "
-                f"{some_of(sorted(names))} of {has} missing in {lacks}, so that labels "
-                "would not mean the same"
+                f"{some_of(names)} of {has} missing in {lacks}, so that labels would "
+                "not mean the same"
             )
