@@ -86,7 +86,7 @@ def test_layers_gather_twice_per_step_and_scatter_once():
     check_found(*compiled_step(2), RECOMPUTED)
 
 
-@pytest.mark.quick("none-False-4-2-False")
+@pytest.mark.slow  # by default, layers without a loop and test_plan_traffic.py
 @pytest.mark.parametrize("plain", [False, True])
 @every_pair(
     remat=tuple(REMATS),

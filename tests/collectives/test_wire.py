@@ -110,7 +110,7 @@ def test_groups_send_their_part_of_what_the_backward_reads():
 # Some layers, and the root.
 
 
-@pytest.mark.quick("{'reshard_after_forward': 2, 'first_k': 1")
+@pytest.mark.slow  # test_plan_traffic.py counts parts in groups
 @pytest.mark.parametrize(
     ("knobs", "remat"),
     [
@@ -208,6 +208,7 @@ def test_sums_in_the_dtype_of_the_wire_are_reduce_scatters():
     assert asked(policies(precision=same), "reduce-scatter") == {"bf16"}
 
 
+@pytest.mark.slow  # test_precision.py has overrides, test_products.py bytes
 @pytest.mark.parametrize(
     "dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
 )

@@ -368,6 +368,7 @@ def test_a_loop_that_never_waits_for_a_step_ends(devices, calls):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow  # test_callers_mesh.py lowers and traces
 def test_a_step_can_be_lowered_and_traced_like_any_jitted_function():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICIES["full"])
     model = filled(lambda: TwoStacks(nnx.Rngs(0)), spread=0.1)

@@ -56,18 +56,16 @@ def x64_of_all_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-# What computes on the host, what is jitted, and a kernel, on 3 and 2 devices. Arrays in
-# no Variable are below. Branches, loops and the exact GELU are in
+# What computes on the host, and a kernel, on 3 and 2 devices. Arrays in no Variable are
+# below. Branches, loops and the exact GELU are in
 # tests/unit/test_foreign_layers.py, too, units in branches in tests/unit/test_equal.py,
 # effects in tests/unit/test_effects.py, convolutions in tests/recipes.
 DEFAULT = [
-    case(name, *PROGRAMS[name].default)
-    for name in ("pure-callback", "jit", "pallas-rule")
+    case(name, *PROGRAMS[name].default) for name in ("pure-callback", "pallas-rule")
 ]
-ROOT = "weight-norm-3-root"  # without units
 
 
-@pytest.mark.quick(*DEFAULT, ROOT)
+@pytest.mark.quick(*DEFAULT)
 @pytest.mark.parametrize(
     ("program", "devices", "units"),
     [

@@ -284,6 +284,7 @@ def test_what_cudnn_can_do_is_done_by_cudnn(options):
     assert kernels(**options) == ["cuDNN's flash attention"]
 
 
+@pytest.mark.quick("options0", "options2")
 @pytest.mark.parametrize(
     ("options", "why"),
     [

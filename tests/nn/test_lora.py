@@ -210,6 +210,7 @@ def losses_without_dropout() -> float:
     return float(step(state, fsdp.shard_batch(batch()))[1]["loss"])
 
 
+@pytest.mark.slow  # test_collectives.py has frozen parameters
 @pytest.mark.parametrize(
     ("remat", "replica", "accumulate"),
     [
@@ -226,6 +227,7 @@ def test_the_base_is_gathered_and_never_scattered(remat, replica, accumulate):
     check_counts(policy, reads, replica=replica, sizes=Sizes(rank=8), wrt=nnx.LoRAParam)
 
 
+@pytest.mark.slow  # test_products.py has frozen weights beside adapters
 def test_a_base_gathered_in_int8_leaves_adapters_in_float32():
     sizes = Sizes(width=64, hidden=128, vocab=192, rank=8)  # whole blocks
     precision = jshard.Precision(gather="int8")

@@ -320,7 +320,7 @@ def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, name, loss):
     assert error(got, want) <= 1e-9
 
 
-@pytest.mark.quick("small")
+@pytest.mark.slow  # formulas, and answers over parts of sequences
 @pytest.mark.parametrize(
     ("name", "loss", "shape", "accumulate"),
     [

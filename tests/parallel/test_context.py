@@ -49,6 +49,7 @@ def test_split_sequences_train_as_whole_ones_on_one_device(case):
     trains_alike(*case)
 
 
+@pytest.mark.slow  # test_dropout_masks.py has every mesh
 @pytest.mark.usefixtures("x64")
 def test_dropout_drops_the_same_values_of_split_sequences():
     def masks(**mesh):

@@ -152,6 +152,7 @@ def all_to_alls(shape: tuple[int, ...], capacity: float, remat: str) -> Any:
     return run.trace(*arguments).jaxpr.jaxpr, dict(zip(AXES, shape, strict=True))
 
 
+@pytest.mark.quick("none-2")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("remat", "passes"), [("none", 2), ("full", 3)])
 def test_tokens_go_to_experts_each_pass_and_results_return_once(remat, passes):

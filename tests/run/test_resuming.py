@@ -69,7 +69,7 @@ def test_a_resumed_run_computes_what_the_uninterrupted_one_did(
     assert evaluated(run) == evaluated(whole) == [6, 12]
 
 
-@pytest.mark.quick("1-8")
+@pytest.mark.slow  # test_promises.py restores on other meshes
 @pytest.mark.parametrize(("shards", "replica"), [(4, 1), (2, 2), (1, 8), (1, 1)])
 def test_another_mesh_goes_on_with_the_same_data_within_rounding(
     shards, replica, whole, tmp_path, capsys
@@ -310,6 +310,7 @@ def test_a_run_starts_from_anothers_parameters(kind, whole, tmp_path):
     assert evaluation["eval_ema_loss"] == last["eval_loss"]
 
 
+@pytest.mark.quick("keys1", "keys2")
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -153,7 +153,7 @@ def in_blocks(remat: str) -> Any:
     return fsdp, *traced(fsdp)
 
 
-@pytest.mark.quick("dots")
+@pytest.mark.slow  # test_nvfp4.py has formats of all kinds
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_arrive_in_bytes_and_their_scales_once(remat):
     _, program, _, _ = in_blocks(remat)

@@ -215,6 +215,7 @@ def steps(make_model: Any, layer: Any, devices: int, units: tuple = ()) -> Any:
     return history, fsdp.fetch(state.params)
 
 
+@pytest.mark.slow  # by default the layers of a stack, below
 @pytest.mark.parametrize(
     ("devices", "layer"),
     [

@@ -144,6 +144,7 @@ def test_under_a_condition_that_is_equal_everywhere_they_train_exactly(kind):
     check_run(functools.partial(kind, shared))
 
 
+@pytest.mark.slow  # test_foreign_layers.py has loops
 def test_a_loop_of_equal_turns_evaluates_exactly():
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
     model = filled(lambda: Depth(shared, nnx.Rngs(0)))

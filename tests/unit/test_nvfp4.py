@@ -266,6 +266,7 @@ def test_weights_arrive_in_their_formats_and_their_scales_once(remat):
     assert scales.wire_bytes == sum(2 * (n * 7 // 8) for n in of_all)
 
 
+@pytest.mark.slow  # each format has its products
 def test_formats_of_all_kinds_meet_in_a_layer():
     fsdp, _, _, step = in_all_formats("dots")
     params, grads, loss = stepped(fsdp, step)

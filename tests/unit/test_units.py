@@ -50,7 +50,7 @@ def test_so_it_does_with_every_remat_and_reshard(case):
     check_run(case["model"], jshard.Policy(**policy, min_shard_elements=0))
 
 
-@pytest.mark.quick("GatheredDuring")
+@pytest.mark.slow  # test_keyword_arguments.py and test_parity.py do
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "model",
@@ -61,6 +61,7 @@ def test_so_it_does_with_transfers_beside_other_layers(model):
     check_run(model, jshard.Policy(prefetch=True, min_shard_elements=0))
 
 
+@pytest.mark.slow  # test_rngs.py trains such units
 @pytest.mark.usefixtures("x64")
 def test_units_turns_submodules_into_units_and_leaves_units_alone():
     knobs: Any = {"remat": "dots", "reshard_after_forward": False}
