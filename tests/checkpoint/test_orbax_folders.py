@@ -128,7 +128,7 @@ class LinenModel(linen.Module):
         return linen.Dense(OUT, **wide)(jnp.tanh(linen.Dense(WIDTH, **wide)(x)))
 
 
-@pytest.mark.quick("params")
+@pytest.mark.slow  # above, its tree is read bit for bit
 @pytest.mark.parametrize("whole", [False, True], ids=["params", "variables"])
 def test_linens_train_state_goes_on_as_in_its_loop(whole, tmp_path, x64):
     module = LinenModel()

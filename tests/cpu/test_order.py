@@ -138,7 +138,7 @@ def test_training_orders_its_collectives(model, policy):
     assert_ordered(traced_step(model, policy))
 
 
-@pytest.mark.quick("bf16 sums-{'replica'")
+@pytest.mark.slow  # by default without replicas, above
 @pytest.mark.parametrize("mesh", [{"replica": 2}, {"fsdp": 1, "replica": 8}], ids=str)
 @pytest.mark.parametrize("policy", ["full", "bf16 sums"])
 def test_training_orders_its_collectives_on_hybrid_meshes(policy, mesh):

@@ -141,7 +141,7 @@ def test_a_sharding_within_a_step_is_one_line_that_names_the_users(program, laye
         step(program.state, BATCH)
 
 
-@pytest.mark.quick("Explicit")
+@pytest.mark.slow  # test_mesh.py has annotated parameters
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_annotated_for_eager_sharding_trains_as_without_annotations(kind):
     def make(rngs: nnx.Rngs, *, names: bool = True) -> nnx.Module:

@@ -55,6 +55,7 @@ def test_predictions_have_whole_sequences_and_whole_weights(sizes):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("from_model")
 @pytest.mark.parametrize("method", ["init", "from_model"])
 def test_a_step_is_traced_once_whatever_a_parameter_was_filled_with(method):
     """After a step no type is weak; before it, that of ``jnp.full(size, 0.5)`` was."""

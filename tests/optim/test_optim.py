@@ -319,6 +319,7 @@ def test_moments_are_sharded_like_their_parameters(name, wrap):
             assert sharded == params
 
 
+@pytest.mark.slow  # test_collectives.py has Adafactor
 def test_factored_statistics_and_counts_are_replicated():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY)
     tx = jshard.optim.per_layer(parity.TRANSFORMATIONS["adafactor"]())

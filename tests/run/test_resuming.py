@@ -340,6 +340,7 @@ def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # data/test_streams.py has every source
 def test_a_run_goes_on_with_another_batch_size_at_the_next_example(run, whole):
     keys: dict[str, Any] = {"eval_every": 0, "checkpoint__accept": ("batch_size",)}
     go_on(run, steps=8, batch_size=16, **keys)

@@ -285,7 +285,7 @@ def test_a_weight_that_differs_by_device_is_refused():
         step(state, fsdp.shard_batch(np.asarray(example())))
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow  # test_loss.py has its gradient
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_learned_weight_trains_as_on_one_device(accumulate):
     loss = weighted(lambda model, x: jnp.exp(model.weight[...]))
