@@ -325,6 +325,7 @@ def test_every_optimizers_tree_is_read_as_flax_and_orbax_flatten_it(
         np.testing.assert_array_equal(got[key], x)
 
 
+@pytest.mark.slow  # run/test_orbax_runs.py has a manager
 def test_a_step_of_a_manager_can_be_chosen_and_a_stateless_optimizer_has_none(
     plain, tmp_path, x64
 ):

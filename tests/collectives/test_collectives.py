@@ -104,7 +104,7 @@ def test_each_unit_gathers_once_a_pass_and_scatters_once(case, plain):
     check_counts(policy, reads, replica=case["replica"], plain=plain)
 
 
-@pytest.mark.slow  # by default, those beside the gathers of one byte in test_wire.py
+@pytest.mark.slow  # by default, the bytes of all sums, below
 @pytest.mark.parametrize("replica", [1, 2])
 def test_replicated_parameters_are_only_all_reduced(replica):
     # Norms and the bias of "up" are; the accumulated gradient travels once.

@@ -78,7 +78,7 @@ def asked(policy: jshard.Policy, kind: str) -> set[str]:
 # Groups.
 
 
-@pytest.mark.slow  # by default, some layers gather within groups of two, below
+@pytest.mark.slow  # by default, test_plan_traffic.py counts parts in groups
 @every_pair(
     mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
     remat=("full", "names", "none"),
@@ -139,7 +139,7 @@ def test_some_layers_hold_for_every_pair_of_choices(case):
     check_counts(policies(**case | {"remat": remat}), reads)
 
 
-@pytest.mark.slow  # by default, the case above reshards the root, too
+@pytest.mark.slow  # by default, test_parity.py reshards the root, too
 @pytest.mark.parametrize(
     ("reshard", "replica", "plain", "accumulate"),
     [
@@ -178,7 +178,7 @@ def test_deferred_gradients_are_gathered_and_scattered_once_a_step(case):
 # Dtypes.
 
 
-@pytest.mark.slow  # by default, what an override leaves to such sums, below
+@pytest.mark.slow  # test_sums.py has such sums alone
 def test_sums_in_another_dtype_leave_as_all_to_alls_of_as_many_bytes():
     half = jshard.Precision(reduce="float16", sum="float32")
     found, elements = step_collectives(policies(precision=half), replica=2)

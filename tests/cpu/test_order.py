@@ -149,7 +149,7 @@ def test_training_orders_its_collectives_on_hybrid_meshes(policy, mesh):
     assert_ordered(fsdp.train_step(loss_fn, optimizer).trace(state, batch))
 
 
-@pytest.mark.slow  # by default Adafactor on a hybrid mesh, above
+@pytest.mark.slow  # by default two stacks, above
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_order_their_collectives(optimizer):
     optimizer = OPTIMIZERS[optimizer]()

@@ -98,7 +98,7 @@ def test_a_model_that_exists_trains_as_one_that_is_made(name, devices, units):
 WHOLE = ("clip", "clip-whole", "barlow", "vq", "branch", "spectral-norm", "jit")
 
 
-@pytest.mark.slow  # by default tests/unit/test_constants.py, with two micro-batches
+@pytest.mark.slow  # by default other models, in tests/test_parity.py
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WHOLE])
 def test_it_trains_alike_on_a_few_examples_at_a_time(name):
     check(PROGRAMS[name], 4, units=bool(PROGRAMS[name].units), accumulate=3)

@@ -281,6 +281,7 @@ def test_narrow_gathers_and_scatters_of_padded_shards(precision):
     assert exact[-1] < 0.9 * exact[0]
 
 
+@pytest.mark.slow  # test_peft_files.py reads onto three devices
 def test_safetensors_are_read_onto_padded_shards(tmp_path: Path):
     one, six = fsdp_on(1, 1), fsdp_on(1, 6)
     make = lambda: Model(nnx.Rngs(0))

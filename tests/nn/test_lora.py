@@ -65,6 +65,7 @@ def batch() -> dict[str, np.ndarray]:
     return {"tokens": tokens[0], "targets": tokens[1]}
 
 
+@pytest.mark.slow  # test_adapted_layers.py has formulas
 def test_with_new_adapters_the_model_is_what_it_was():
     adapted, before = made(), plain()
     rest = nnx.state(adapted, nnx.Not(nnx.LoRAParam))
@@ -153,7 +154,7 @@ def merged(model: Any) -> Any:
     return copy
 
 
-# By default test_adapters.py trains others on a mesh, as merged weights do.
+# By default test_existing_model.py trains adapters on a mesh.
 @pytest.mark.slow
 def test_only_adapters_train_as_they_do_in_merged_kernels(x64):
     policy = jshard.Policy(min_shard_elements=0)

@@ -53,7 +53,6 @@ def raw(tree: Any) -> list[np.ndarray]:
     return [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.quick("True")
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_layer_that_is_updated_alone_is_rounded_with_its_own_bits(inside):
     tx = jshard.optim.bf16_moments(KEEP)

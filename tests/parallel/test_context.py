@@ -42,7 +42,7 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:attention. context=. does not divide")
-@pytest.mark.slow  # "all at once" of test_expert_models.py, and test_each_axis.py
+@pytest.mark.slow  # test_experts_and_padding.py and test_each_axis.py split some
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_sequences_train_as_whole_ones_on_one_device(case):

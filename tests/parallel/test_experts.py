@@ -175,6 +175,7 @@ def test_a_first_round_with_room_for_all_needs_no_others():
     assert not any(eqn.primitive.name == "while" for eqn, _ in equations(jaxpr))
 
 
+@pytest.mark.slow  # above, the exchanges of a program
 @pytest.mark.usefixtures("x64")
 def test_a_compiled_exchange_has_the_traffic_of_its_first_round():
     run, arguments = on_mesh((1, 2, 4), 1.25, "none", on_one_device("even")[0])

@@ -35,7 +35,6 @@ def loss_fn(model, batch):
 BATCH = {"tokens": np.zeros((32, 16), np.int32), "weights": np.ones((32, 16), "f4")}
 
 
-@pytest.mark.slow  # test_plan_traffic.py compares with the program
 @pytest.mark.parametrize(
     ("replica", "accumulate"),
     [

@@ -265,7 +265,7 @@ def test_the_layers_of_a_stack_leave_what_they_would_leave_one_by_one(devices, l
     compare(got[0], (value, optax.tree.norm(grads)))
 
 
-@pytest.mark.quick("unit")
+@pytest.mark.slow  # above, and test_linen_collections.py
 @pytest.mark.parametrize("units", [(), (Sows,)], ids=["plain", "unit"])
 def test_flax_captures_what_is_sown_in_a_unit(units):
     def loss(model, x):

@@ -181,7 +181,6 @@ def init_memory(make_model: Any, *, plain: bool = False) -> tuple[int, int]:
     return memory.temp_size_in_bytes, memory.output_size_in_bytes
 
 
-@pytest.mark.slow  # below, one layer at a time
 def test_initial_values_are_made_as_shards():
     sizes = dataclasses.replace(WIDE, layers=16, vocab=12 * WIDE.width)
     temp, state = init_memory(make_decoder(sizes))

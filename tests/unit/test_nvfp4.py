@@ -172,7 +172,7 @@ product_by_hand = rounding_product(
 )
 
 
-@pytest.mark.quick("40-1")  # the layer of all formats below has whole blocks
+@pytest.mark.quick("40-1")
 @pytest.mark.parametrize(("tokens", "packed"), [(64, 0), (40, 1)])
 def test_three_products_are_those_of_what_was_rounded(tokens, packed):
     rng = np.random.default_rng(1)

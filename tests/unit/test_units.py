@@ -38,7 +38,7 @@ def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
     check_run(model)
 
 
-@pytest.mark.slow  # test_units_turns_submodules_into_units_and_leaves_units_alone
+@pytest.mark.slow  # test_parity.py and test_rngs.py have some of each
 @pytest.mark.usefixtures("x64")
 @every_pair(
     model=(zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack),
@@ -136,6 +136,7 @@ class Drawing(nnx.Module):
         return self.unit(x, self.rngs) - self.unit(x, self.rngs)
 
 
+@pytest.mark.slow  # fsdp/test_steps.py counts draws
 def test_draws_from_a_stream_that_is_passed_to_a_unit_count():
     (first, second), _, state = run(Drawing)
     assert first[0] > 0  # the two calls drew different numbers
