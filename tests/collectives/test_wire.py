@@ -78,7 +78,7 @@ def asked(policy: jshard.Policy, kind: str) -> set[str]:
 # Groups.
 
 
-@pytest.mark.slow  # by default, test_plan_traffic.py counts parts in groups
+@pytest.mark.slow  # by default, some layers gather within groups of two, below
 @every_pair(
     mesh=((1, 1), (1, 2), (1, 8), (2, 4), (8, 1)),  # replicas, devices of a group
     remat=("full", "names", "none"),
@@ -110,7 +110,7 @@ def test_groups_send_their_part_of_what_the_backward_reads():
 # Some layers, and the root.
 
 
-@pytest.mark.slow  # test_plan_traffic.py counts parts in groups
+@pytest.mark.quick("{'reshard_after_forward': 2, 'first_k': 1")
 @pytest.mark.parametrize(
     ("knobs", "remat"),
     [
@@ -139,7 +139,7 @@ def test_some_layers_hold_for_every_pair_of_choices(case):
     check_counts(policies(**case | {"remat": remat}), reads)
 
 
-@pytest.mark.slow  # by default, test_parity.py reshards the root, too
+@pytest.mark.slow  # by default, the case above reshards the root, too
 @pytest.mark.parametrize(
     ("reshard", "replica", "plain", "accumulate"),
     [
