@@ -98,16 +98,16 @@ def test_large_vocabularies_are_uint32(corpus, tokenizer, tmp_path):
 
 
 def test_a_text_is_a_document_and_a_long_one_several(tokenizer, tmp_path):
-    texts, output = [tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "tokens"
-    texts[0].write_text("".join(DOCUMENTS))  # of 5 parts
-    texts[1].write_text(DOCUMENTS[-1])
-    write_token_files(texts, tokenizer, output, part_bytes=3000)
-    about = json.loads((output / "tokens.json").read_text())
-    assert about["documents"] == 6
-    tokens = tokens_of(text(output, "validation", validation_fraction=0.999))
-    decoded = load_tokenizer(tokenizer).decode(tokens)
-    assert decoded.count(DOCUMENTS[-1]) == 2
-    assert decoded.endswith(DOCUMENTS[-1])
+    (tmp_path / "a.txt").write_text("".join(DOCUMENTS))
+    for part_bytes, documents in ((2**26, 1), (3000, 5)):
+        output = tmp_path / str(part_bytes)
+        write_token_files(
+            [tmp_path / "a.txt"], tokenizer, output, part_bytes=part_bytes
+        )
+        about = json.loads((output / "tokens.json").read_text())
+        assert about["documents"] == documents
+        tokens = tokens_of(text(output, "validation", validation_fraction=0.999))
+        assert load_tokenizer(tokenizer).decode(tokens).endswith(DOCUMENTS[-1])
 
 
 def test_the_same_command_continues_and_another_is_refused(
