@@ -91,7 +91,6 @@ def test_of_layers_there_are_saved_inputs_gradients_shards_and_few_weights(plain
     assert part(plain, "gathered weights") < 3 * KERNELS
 
 
-@pytest.mark.slow  # test_closed_form.py compares bytes with XLA's
 def test_what_remat_names_is_saved_and_gradients_are_whole_until_they_are_scattered():
     found = account(policies(remat=jshard.Names("hidden"), defer_scatter=True))
     kept = SIZES.layers * (STREAM + HIDDEN)

@@ -102,7 +102,6 @@ def test_what_is_in_eval_mode_stays_in_it_and_what_is_not_trains():
     check_run(OverFrozen)
 
 
-@pytest.mark.slow  # above without names
 def test_so_it_is_where_the_axes_are_named():
     compare(run(as_unit(NormedOverAxes)), plain_run(as_unit(Normed)))
 
