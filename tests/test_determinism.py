@@ -199,6 +199,7 @@ def train(fsdp: jshard.FSDP) -> tuple[Any, list]:
     return fsdp.fetch(state), metrics
 
 
+@pytest.mark.slow  # test_going_on.py has equal runs
 def test_the_same_seed_gives_bitwise_the_same_run_twice(compiled_once):
     first, second = (train(make_fsdp(2, 4, accumulate=2)) for _ in range(2))
     chex.assert_trees_all_equal(first, second)
@@ -214,6 +215,7 @@ class Unlike(nnx.Module):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
 
 
+@pytest.mark.slow  # test_padding.py has two meshes
 def test_initial_values_are_identical_on_every_mesh_and_those_of_the_plain_model():
     def initial(replica: int, shards: int) -> Any:
         fsdp = make_fsdp(replica, shards)

@@ -119,7 +119,7 @@ def alternating(names: str, values: Any, others: Any) -> Any:
     return pytest.mark.parametrize(names, list(zip(values, itertools.cycle(others))))
 
 
-# What the default suite trains: each knob and flag once, with few layers.
+# Each knob and flag once, with few layers.
 FEW = {
     "hybrid mesh": Case(
         mesh=(2, 4),
@@ -151,13 +151,17 @@ FEW = {
         layers=1,
     ),
 }
-CORE = {"hybrid mesh"}
+MARKS = {
+    "hybrid mesh": pytest.mark.core,
+    # By default, test_products.py has three devices and test_rngs.py Flax's masks.
+    "units on three devices": pytest.mark.slow,
+}
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.core] if name in CORE else [])
+        pytest.param(case, id=name, marks=MARKS.get(name, []))
         for name, case in FEW.items()
     ],
 )
@@ -195,7 +199,7 @@ def test_training_of_several_layers_follows_the_plain_run(case):
     check(case)
 
 
-@pytest.mark.quick("False")
+@pytest.mark.slow  # optim/test_loss_scale.py has parameters in float16
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_float16_with_a_loss_scale_follows_the_plain_run(prefetch):
     precision = jshard.Precision(

@@ -92,6 +92,7 @@ def test_a_right_model_passes_on_any_mesh_and_policy(policy, mesh):
     check(Block, policy, **mesh)
 
 
+@pytest.mark.slow  # a right model passes above
 def test_the_reference_is_the_gradient_of_jax(monkeypatch):
     """A fault that jshard had on one device, too, would not show beside itself."""
     seeds = loss.seeds

@@ -109,7 +109,7 @@ def trained(fsdp: jshard.FSDP, state: Any, tx: Any = TX, loss: Any = loss_fn) ->
 # Going on.
 
 
-@pytest.mark.quick("2", "8")
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 def test_a_model_and_its_nnx_optimizer_go_on_as_in_the_loop_of_flax(
     devices, plain, x64
@@ -128,7 +128,7 @@ class LinenModel(linen.Module):
         return linen.Dense(OUT, **wide)(jnp.tanh(linen.Dense(WIDTH, **wide)(x)))
 
 
-@pytest.mark.quick("params")
+@pytest.mark.slow  # above, its tree is read bit for bit
 @pytest.mark.parametrize("whole", [False, True], ids=["params", "variables"])
 def test_linens_train_state_goes_on_as_in_its_loop(whole, tmp_path, x64):
     module = LinenModel()
@@ -250,6 +250,15 @@ FORMS = [("StandardCheckpointer", tree) for tree in TREES]
 FORMS += [(writer, "model and optimizer") for writer in WRITERS]
 
 
+@pytest.mark.quick(
+    "CheckpointManager-model",
+    "CheckpointManager, older",
+    "no OCDBT, zarr3",
+    "v1 save",
+    "StandardCheckpointer-(model",
+    "PyTreeCheckpointer",
+    "StandardCheckpointer-params",
+)
 @pytest.mark.parametrize(("writer", "tree"), FORMS)
 def test_every_form_is_read_bit_for_bit_as_orbax_does(
     writer, tree, plain, tmp_path, x64
@@ -291,6 +300,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.quick("MultiSteps", "partition", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizers_tree_is_read_as_flax_and_orbax_flatten_it(
     name, plain, tmp_path, x64
@@ -315,6 +325,7 @@ def test_every_optimizers_tree_is_read_as_flax_and_orbax_flatten_it(
         np.testing.assert_array_equal(got[key], x)
 
 
+@pytest.mark.slow  # run/test_orbax_runs.py has a manager
 def test_a_step_of_a_manager_can_be_chosen_and_a_stateless_optimizer_has_none(
     plain, tmp_path, x64
 ):

@@ -86,7 +86,7 @@ def test_layers_gather_twice_per_step_and_scatter_once():
     check_found(*compiled_step(2), RECOMPUTED)
 
 
-@pytest.mark.quick("none-False-4-2-False")
+@pytest.mark.slow  # by default, layers without a loop and test_plan_traffic.py
 @pytest.mark.parametrize("plain", [False, True])
 @every_pair(
     remat=tuple(REMATS),
@@ -104,7 +104,7 @@ def test_each_unit_gathers_once_a_pass_and_scatters_once(case, plain):
     check_counts(policy, reads, replica=case["replica"], plain=plain)
 
 
-@pytest.mark.slow  # by default, those beside the gathers of one byte in test_wire.py
+@pytest.mark.slow  # by default, the bytes of all sums, below
 @pytest.mark.parametrize("replica", [1, 2])
 def test_replicated_parameters_are_only_all_reduced(replica):
     # Norms and the bias of "up" are; the accumulated gradient travels once.

@@ -178,7 +178,7 @@ def test_deferred_gradients_are_gathered_and_scattered_once_a_step(case):
 # Dtypes.
 
 
-@pytest.mark.slow  # by default, what an override leaves to such sums, below
+@pytest.mark.slow  # test_sums.py has such sums alone
 def test_sums_in_another_dtype_leave_as_all_to_alls_of_as_many_bytes():
     half = jshard.Precision(reduce="float16", sum="float32")
     found, elements = step_collectives(policies(precision=half), replica=2)
@@ -208,6 +208,7 @@ def test_sums_in_the_dtype_of_the_wire_are_reduce_scatters():
     assert asked(policies(precision=same), "reduce-scatter") == {"bf16"}
 
 
+@pytest.mark.slow  # test_precision.py has overrides, test_products.py bytes
 @pytest.mark.parametrize(
     "dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
 )

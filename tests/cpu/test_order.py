@@ -138,7 +138,7 @@ def test_training_orders_its_collectives(model, policy):
     assert_ordered(traced_step(model, policy))
 
 
-@pytest.mark.quick("bf16 sums-{'replica'")
+@pytest.mark.slow  # by default without replicas, above
 @pytest.mark.parametrize("mesh", [{"replica": 2}, {"fsdp": 1, "replica": 8}], ids=str)
 @pytest.mark.parametrize("policy", ["full", "bf16 sums"])
 def test_training_orders_its_collectives_on_hybrid_meshes(policy, mesh):
@@ -149,7 +149,7 @@ def test_training_orders_its_collectives_on_hybrid_meshes(policy, mesh):
     assert_ordered(fsdp.train_step(loss_fn, optimizer).trace(state, batch))
 
 
-@pytest.mark.slow  # by default Adafactor on a hybrid mesh, above
+@pytest.mark.slow  # by default two stacks, above
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers_order_their_collectives(optimizer):
     optimizer = OPTIMIZERS[optimizer]()
@@ -368,6 +368,7 @@ def test_a_loop_that_never_waits_for_a_step_ends(devices, calls):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow  # test_callers_mesh.py lowers and traces
 def test_a_step_can_be_lowered_and_traced_like_any_jitted_function():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICIES["full"])
     model = filled(lambda: TwoStacks(nnx.Rngs(0)), spread=0.1)

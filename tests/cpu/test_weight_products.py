@@ -45,7 +45,7 @@ def operands(name):
     return x, w, jnp.int32(7)
 
 
-@pytest.mark.quick(*(f"{name}-None" for name in LAYERS), "matrices")
+@pytest.mark.quick("wider inputs", "experts")
 @pytest.mark.parametrize("precision", [None, ("highest", "default")])
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_stay_the_same(name, precision):

@@ -128,8 +128,8 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow  # test_decoder_family.py has gemma's
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick("gpt-tied")
 def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, name):
     with jax.enable_x64(True):
         kind, config = MODELS[name]

@@ -63,7 +63,7 @@ def together(parts: list[Any]) -> Any:
     return {k: np.concatenate([rows[k] for rows in parts]) for k in parts[0]}
 
 
-@pytest.mark.quick("i", "l", "f", "d", "w", "grain, packed and mixed", "grain's loader")
+@pytest.mark.quick("i", "l", "f", "d", "w", "grain's loader")
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_run_goes_on_where_it_was(name, tmp_path):
     whole = list(training(SOURCES[name]()))

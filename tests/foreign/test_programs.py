@@ -56,18 +56,16 @@ def x64_of_all_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-# What computes on the host, what is jitted, and a kernel, on 3 and 2 devices. Arrays in
-# no Variable are below. Branches, loops and the exact GELU are in
+# What computes on the host, and a kernel, on 3 and 2 devices. Arrays in no Variable are
+# below. Branches, loops and the exact GELU are in
 # tests/unit/test_foreign_layers.py, too, units in branches in tests/unit/test_equal.py,
 # effects in tests/unit/test_effects.py, convolutions in tests/recipes.
 DEFAULT = [
-    case(name, *PROGRAMS[name].default)
-    for name in ("pure-callback", "jit", "pallas-rule")
+    case(name, *PROGRAMS[name].default) for name in ("pure-callback", "pallas-rule")
 ]
-ROOT = "weight-norm-3-root"  # without units
 
 
-@pytest.mark.quick(*DEFAULT, ROOT)
+@pytest.mark.quick(*DEFAULT)
 @pytest.mark.parametrize(
     ("program", "devices", "units"),
     [
@@ -100,7 +98,7 @@ def test_a_model_that_exists_trains_as_one_that_is_made(name, devices, units):
 WHOLE = ("clip", "clip-whole", "barlow", "vq", "branch", "spectral-norm", "jit")
 
 
-@pytest.mark.slow  # by default tests/unit/test_constants.py, with two micro-batches
+@pytest.mark.slow  # by default other models, in tests/test_parity.py
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in WHOLE])
 def test_it_trains_alike_on_a_few_examples_at_a_time(name):
     check(PROGRAMS[name], 4, units=bool(PROGRAMS[name].units), accumulate=3)

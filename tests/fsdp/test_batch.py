@@ -107,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick("sharded-plain", "sharded-deferred", "as-given-accumulate")
+@pytest.mark.quick("sharded-deferred", "as-given-accumulate")
 @pytest.mark.parametrize(("policy", "sharded"), CASES)
 def test_keys_and_scalars_in_batches_train_as_on_one_device(policy, sharded):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), policy, units=(nnx.Linear,))

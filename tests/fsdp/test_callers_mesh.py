@@ -41,6 +41,7 @@ def alone(program, tmp_path_factory):
     return program.results(tmp_path_factory.mktemp("alone"), BATCH, init=False)
 
 
+@pytest.mark.quick("other axes-Explicit")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["own", "other axes"])
 def test_within_any_mesh_of_the_same_devices_all_is_as_without(
@@ -51,6 +52,7 @@ def test_within_any_mesh_of_the_same_devices_all_is_as_without(
     assert [f for f, x in found.items() if not same(x, alone[f])] == []
 
 
+@pytest.mark.quick("Explicit")
 @pytest.mark.parametrize("kind", KINDS)
 def test_within_a_mesh_of_other_devices_steps_run_and_calls_are_refused(
     program, alone, kind
@@ -68,6 +70,7 @@ def test_within_a_mesh_of_other_devices_steps_run_and_calls_are_refused(
     assert float(metrics["loss"]) == alone["train"][0]
 
 
+@pytest.mark.quick("Explicit")
 @pytest.mark.parametrize("own", KINDS)
 def test_states_are_born_the_same_within_any_mesh(program, own):
     context = {"Auto": ("own", "Explicit"), "Explicit": ("other axes", "Auto")}[own]
@@ -80,6 +83,7 @@ def test_states_are_born_the_same_within_any_mesh(program, own):
     assert places == 2 * (jax.tree.map(lambda x: x.sharding, program.state),)
 
 
+@pytest.mark.quick("Explicit")
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_and_states_may_be_on_any_mesh_of_the_same_devices(
     program, alone, kind
@@ -149,6 +153,7 @@ def test_a_sharding_within_a_step_is_one_line_that_names_the_users(program, laye
         step(program.state, BATCH)
 
 
+@pytest.mark.slow  # test_mesh.py has annotated parameters
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_annotated_for_eager_sharding_trains_as_without_annotations(kind):
     def make(rngs: nnx.Rngs, *, names: bool = True) -> nnx.Module:

@@ -55,6 +55,7 @@ READERS = {
 }
 
 
+@pytest.mark.quick("8")
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_state_that_was_donated_is_refused_in_one_line(devices, tmp_path):
     fsdp = jshard.FSDP(make_mesh(1, devices), jshard.Policy(min_shard_elements=0))
@@ -75,7 +76,7 @@ def test_a_state_that_was_donated_is_refused_in_one_line(devices, tmp_path):
     assert int(state.step) == 2
 
 
-@pytest.mark.quick("copy-None", "deepcopy-all")
+@pytest.mark.quick("copy-None")
 @pytest.mark.parametrize("offload", [None, "all"])
 @pytest.mark.parametrize("copied", [jshard.TrainState.copy, copy.deepcopy])
 def test_a_copy_is_trained_on_as_the_state_would_be(copied, offload):

@@ -51,7 +51,7 @@ def raw(x: Any) -> Any:
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
-@pytest.mark.quick("mesh1")
+@pytest.mark.slow  # foreign/test_programs.py trains one as it
 @pytest.mark.parametrize(
     ("mesh", "kind", "policy"),
     [

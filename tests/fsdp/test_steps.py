@@ -38,6 +38,7 @@ class Model(nnx.Module):
         return self.mlp(x + positions[:, None])
 
 
+@pytest.mark.quick("{'tensor': 2, 'context': 2")
 @pytest.mark.parametrize(
     "sizes", [{"tensor": 2, "fsdp": 1}, {"tensor": 2, "context": 2, "fsdp": 2}], ids=str
 )
@@ -54,6 +55,7 @@ def test_predictions_have_whole_sequences_and_whole_weights(sizes):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("from_model")
 @pytest.mark.parametrize("method", ["init", "from_model"])
 def test_a_step_is_traced_once_whatever_a_parameter_was_filled_with(method):
     """After a step no type is weak; before it, that of ``jnp.full(size, 0.5)`` was."""
@@ -83,6 +85,7 @@ def test_a_step_is_traced_once_whatever_a_parameter_was_filled_with(method):
     assert len(traced) == 1
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_step_counts_the_draws_of_one_micro_batch(accumulate):
     """The next step draws other masks, however many micro-batches a step has."""

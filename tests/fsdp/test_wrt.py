@@ -80,7 +80,7 @@ SELECTIONS = {
 }
 
 
-@pytest.mark.quick("both")
+@pytest.mark.slow  # test_existing_model.py trains what wrt selects
 @pytest.mark.parametrize("wrt", SELECTIONS.values(), ids=SELECTIONS)
 def test_what_wrt_selects_trains_as_on_one_device(wrt):
     model = filled(lambda: Model(nnx.Rngs(0)), kinds=(nnx.Param, Own))

@@ -113,6 +113,7 @@ def test_sharded_and_divided_prompts_give_the_same(devices, style):
     assert Generator(make_model(style), used)(PROMPTS, **options) == want
 
 
+@pytest.mark.slow  # test_generation.py has a recipe's sample
 def test_a_recipes_sample_is_that_of_the_generator():
     model = make_model()
     inputs, mask = np.zeros((4, 9), np.int32), np.zeros((4, 9), bool)
@@ -124,7 +125,7 @@ def test_a_recipes_sample_is_that_of_the_generator():
     assert tokens.tolist() == want
 
 
-@pytest.mark.quick("4")
+@pytest.mark.slow  # test_generation.py has one
 @pytest.mark.parametrize("place", [0, 4])
 def test_a_stop_token_ends_its_row_alone(place):
     options: dict[str, Any] = {"length": LENGTH, "sampling": Sampling(0)}

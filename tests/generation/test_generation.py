@@ -96,6 +96,7 @@ def test_the_cache_is_updated_in_place(stacked):
     assert memory.temp_size_in_bytes < size / 2
 
 
+@pytest.mark.quick("tokens0", "tokens3")
 @pytest.mark.parametrize("tokens", [(3,), (4, 1), (2, 5), (64, 2)])
 def test_products_whose_larger_operand_is_first_are_the_same(tokens):
     x = jax.random.normal(jax.random.key(0), (*tokens, 6))
@@ -105,7 +106,7 @@ def test_products_whose_larger_operand_is_first_are_the_same(tokens):
     np.testing.assert_allclose(got, x @ kernel, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow  # by default cpu/test_weight_products.py
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_the_first_operands_of_products_on_cpus(tied):
     """As second ones XLA would pack them anew for each token."""
@@ -129,7 +130,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone_and_from_full_forwards():
     assert jshard.generate(generator, PROMPTS, length=10, temperature=0) == together
 
 
-@pytest.mark.quick("divided")  # test_sharded_generation.py shards, by default too
+@pytest.mark.slow  # test_sharded_generation.py shards
 @pytest.mark.parametrize("how", ["sharded", "divided"])
 def test_sharded_and_divided_prompts_give_the_same(how):
     options = {"length": 10, "sampling": Sampling(0.8), "seed": 4}

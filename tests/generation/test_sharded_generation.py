@@ -107,6 +107,7 @@ def test_tokens_are_those_of_whole_weights_bit_for_bit(devices):
     assert Generator.sharded(fsdp, state)(PROMPTS, **options) == want
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_layer_computes_with_what_was_gathered_beside_the_one_before(prefetch):
     text = compiled(prefetch).as_text()

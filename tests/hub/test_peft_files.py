@@ -172,6 +172,7 @@ def test_adapters_of_another_base_on_the_hub_are_one_line(tmp_path):
         check("org/other", "org/base@main")
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("devices", [1, 3, 8])  # three pad all of them
 def test_adapters_are_read_on_any_mesh(devices, tmp_path):
     def make(rngs: nnx.Rngs) -> nnx.Module:

@@ -61,7 +61,7 @@ def written(folder: Path, kind: str) -> Any:
     return made, keys
 
 
-@pytest.mark.quick("llama-False", "gpt-False")
+@pytest.mark.quick("gpt-False")
 @pytest.mark.parametrize(
     ("kind", "left_out"), [("llama", True), ("llama", False), ("gpt", False)]
 )

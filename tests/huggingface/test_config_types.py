@@ -12,6 +12,7 @@ WRONG = ["x", "", -1, 0, 1.5, 2**40, 10**40, float("nan"), float("inf"), True, F
 WRONG += [None, [], ["x"], [-1], [[1]], {}, {"x": 1}, {"rope_type": ["x"]}]
 
 
+@pytest.mark.quick("Llama", "GptOss", "Gemma3", "DeepseekV3", "T5", "Bert")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrong_value_is_an_error_that_names_its_key(family):
     drawn = FAMILIES[family]

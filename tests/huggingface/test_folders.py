@@ -55,6 +55,7 @@ def test_a_layer_that_predicts_further_tokens_is_passed_over(tmp_path):
     read()
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("replica", [1, 2])
 def test_every_tensor_arrives_where_the_map_says(replica, tmp_path):
     (tmp_path / "tiny.py").write_text(RECIPE)

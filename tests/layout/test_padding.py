@@ -149,6 +149,7 @@ def test_padding_is_zero_after_every_step(offload):
         assert not value[exact:].any()
 
 
+@pytest.mark.slow  # test_variables.py has what models read
 def test_models_and_fetched_values_are_exact():
     fsdp, state = fsdp_on(1, 6), trained_on_six(None)
     abstract = fsdp.abstract_state(Model, OPTIMIZER)
@@ -259,7 +260,7 @@ def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
     assert {sum(x.size for x in c.operands) for c in large} == {54 * 50}
 
 
-@pytest.mark.quick("int8")
+@pytest.mark.slow  # test_rounded_weights.py has any number of devices
 @pytest.mark.parametrize(
     "precision",
     [
@@ -280,6 +281,7 @@ def test_narrow_gathers_and_scatters_of_padded_shards(precision):
     assert exact[-1] < 0.9 * exact[0]
 
 
+@pytest.mark.slow  # test_peft_files.py reads onto three devices
 def test_safetensors_are_read_onto_padded_shards(tmp_path: Path):
     one, six = fsdp_on(1, 1), fsdp_on(1, 6)
     make = lambda: Model(nnx.Rngs(0))

@@ -156,7 +156,7 @@ def merged(model: Any, adapters: nnx.State, options: dict) -> Any:
 
 
 # tests/nn/test_adapted_layers.py has the formulas of the other kinds by default.
-@pytest.mark.quick("small dora")
+@pytest.mark.slow  # test_existing_model.py trains adapters
 @pytest.mark.usefixtures("x64")
 @pytest.mark.filterwarnings("ignore:mesh. pipe=.*bubble")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

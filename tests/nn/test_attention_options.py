@@ -201,7 +201,7 @@ def test_options_without_a_meaning_are_one_clear_line(options, why):
         jshard.nn.dot_product_attention(q, k, v, **options)
 
 
-@pytest.mark.quick("blockwise")
+@pytest.mark.slow  # parallel/test_one_device.py has sinks
 @pytest.mark.parametrize("kernel", ["auto", "blockwise"])
 def test_sinks_have_a_part_of_each_heads_weights(x64, kernel, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "SCORES", 1)
@@ -284,6 +284,7 @@ def test_what_cudnn_can_do_is_done_by_cudnn(options):
     assert kernels(**options) == ["cuDNN's flash attention"]
 
 
+@pytest.mark.quick("options0", "options2")
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -41,7 +41,7 @@ class Model(nnx.Module):
         return loss_fn(x_BTD, head_DV, batch["targets"], batch["weights"])
 
 
-@pytest.mark.quick("True-None")
+@pytest.mark.slow  # test_cross_entropy_parts.py has a mesh
 @pytest.mark.parametrize(
     ("tied", "frozen", "min_shard"),
     [(False, None, 0), (True, None, 0), (False, "head", 0), (False, "embed", 10**6)],

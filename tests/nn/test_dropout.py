@@ -129,7 +129,7 @@ def noise_of(kind: type, **knobs: Any) -> np.ndarray:
 
 
 # A split key is stored as tests/nn/test_dropout_masks.py says, by default.
-@pytest.mark.quick("Constant")
+@pytest.mark.slow  # test_determinism.py has a mask for each place
 @pytest.mark.parametrize("kind", [Stream, Constant, Split, Bare])
 def test_each_device_and_micro_batch_draws_noise_of_its_own(kind):
     noise = noise_of(kind, accumulate=2)  # an example each

@@ -139,6 +139,7 @@ def dice(model: Any, x: Any) -> Mean:
     return Mean(-2 * jnp.sum(found * (x > 0)), jnp.sum(found) + jnp.sum(x > 0))
 
 
+@pytest.mark.quick("2-2")
 @pytest.mark.parametrize(("devices", "accumulate"), [(8, 1), (2, 2)])
 def test_a_count_that_depends_on_what_is_trained_has_its_gradient(devices, accumulate):
     metrics, gradient = step(dice, devices, accumulate=accumulate)

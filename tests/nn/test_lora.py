@@ -65,6 +65,7 @@ def batch() -> dict[str, np.ndarray]:
     return {"tokens": tokens[0], "targets": tokens[1]}
 
 
+@pytest.mark.slow  # test_adapted_layers.py has formulas
 def test_with_new_adapters_the_model_is_what_it_was():
     adapted, before = made(), plain()
     rest = nnx.state(adapted, nnx.Not(nnx.LoRAParam))
@@ -153,7 +154,7 @@ def merged(model: Any) -> Any:
     return copy
 
 
-# By default test_adapters.py trains others on a mesh, as merged weights do.
+# By default test_existing_model.py trains adapters on a mesh.
 @pytest.mark.slow
 def test_only_adapters_train_as_they_do_in_merged_kernels(x64):
     policy = jshard.Policy(min_shard_elements=0)
@@ -210,6 +211,7 @@ def losses_without_dropout() -> float:
     return float(step(state, fsdp.shard_batch(batch()))[1]["loss"])
 
 
+@pytest.mark.slow  # test_collectives.py has frozen parameters
 @pytest.mark.parametrize(
     ("remat", "replica", "accumulate"),
     [
@@ -226,6 +228,7 @@ def test_the_base_is_gathered_and_never_scattered(remat, replica, accumulate):
     check_counts(policy, reads, replica=replica, sizes=Sizes(rank=8), wrt=nnx.LoRAParam)
 
 
+@pytest.mark.slow  # test_products.py has frozen weights beside adapters
 def test_a_base_gathered_in_int8_leaves_adapters_in_float32():
     sizes = Sizes(width=64, hidden=128, vocab=192, rank=8)  # whole blocks
     precision = jshard.Precision(gather="int8")

@@ -42,7 +42,7 @@ def whole() -> np.ndarray:
     return np.asarray(model(X))
 
 
-@pytest.mark.quick("devices", "micro-batches")
+@pytest.mark.quick("micro-batches")
 @pytest.mark.parametrize(
     ("axes", "accumulate"),
     [({"fsdp": 2, "replica": 2}, 1), ({"fsdp": 2}, 4), ({"pipe": 2, "fsdp": 2}, 4)],

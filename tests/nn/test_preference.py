@@ -303,7 +303,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.quick("small-orpo")  # the step below has the other
+@pytest.mark.slow  # above, the formulas
 @pytest.mark.parametrize("loss", ["dpo", "orpo"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, name, loss):

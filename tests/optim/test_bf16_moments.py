@@ -228,6 +228,7 @@ def test_adamw_follows_float32_where_rounding_to_nearest_does_not(monkeypatch):
 # In checkpoints and recipes.
 
 
+@pytest.mark.slow  # test_restore_memory.py restores them
 def test_a_checkpoint_restores_bfloat16_moments_on_another_mesh(tmp_path):
     tx = jshard.optim.bf16_moments(optax.adamw(1e-2))
     fsdp, other = checkpoints.make_fsdp(), checkpoints.make_fsdp(2, 4)

@@ -114,6 +114,7 @@ def test_averages_start_as_the_parameters_and_share_no_buffers_with_them():
     assert not buffers(state.ema) & buffers(state.with_ema_params().params)
 
 
+@pytest.mark.slow  # test_padding.py has padded averages
 def test_averages_are_sharded_like_the_parameters():
     fsdp, state = trained()
     abstract = fsdp.abstract_state(Model, OPTIMIZER)

@@ -53,7 +53,7 @@ def optimizer(tree: Any) -> optax.GradientTransformation:
     )
 
 
-@pytest.mark.quick("variables-3")
+@pytest.mark.slow  # test_every_optimizer.py has a list
 @pytest.mark.parametrize("devices", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["variables", "pure"])
 def test_trees_of_the_model_and_lists_as_state_train_as_on_one_device(kind, devices):

@@ -149,7 +149,7 @@ def come_back(fsdp: jshard.FSDP, state: Any, tx: Any, wrt: Any = nnx.Param) -> t
     return back
 
 
-@pytest.mark.quick("MultiSteps")
+@pytest.mark.quick("momentum")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_next_losses_are_those_of_the_old_loop_and_it_goes_on_after(name, request):

@@ -203,7 +203,7 @@ def own(updates: Any, state: Any, params: Any = None) -> Any:
     return state, state
 
 
-@pytest.mark.quick("tx1", "tx2")
+@pytest.mark.quick("tx1")
 @pytest.mark.parametrize(
     ("tx", "said"),
     [

@@ -173,7 +173,7 @@ def make_stack(layers: int, shape: tuple[int, ...]) -> Any:
     return Stacked
 
 
-@pytest.mark.quick("9")
+@pytest.mark.slow  # layout/test_padding.py has padded layers
 @pytest.mark.parametrize("layers", [1, 3, 4, 9])
 def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
@@ -319,6 +319,7 @@ def test_moments_are_sharded_like_their_parameters(name, wrap):
             assert sharded == params
 
 
+@pytest.mark.slow  # test_collectives.py has Adafactor
 def test_factored_statistics_and_counts_are_replicated():
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICY)
     tx = jshard.optim.per_layer(parity.TRANSFORMATIONS["adafactor"]())

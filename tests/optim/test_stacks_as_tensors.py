@@ -103,7 +103,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("a mask", "of one's own", "lamb")
+@pytest.mark.quick("a mask", "of one's own")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_takes_layers_for_one_tensor_is_refused_with_what_to_write(name):
     tx, message = REFUSED[name]
@@ -165,6 +165,7 @@ def test_clipping_by_the_global_norm_is_rightly_not_asked():
     assert _not_apart(CLIP, PARAMS) is None
 
 
+@pytest.mark.slow  # test_whole_layers.py has layers of layers
 def test_layers_of_layers_are_tensors_of_their_own():
     norm = optax.tree.norm
     of_all = lambda updates, params: jax.tree.map(lambda g: g / norm(updates), updates)

@@ -209,7 +209,7 @@ TRANSFORMATIONS: dict[str, Any] = {
 
 
 # One whose parameters outside Stacks are updated one by one, and one all at once.
-@pytest.mark.quick("adamw-optimizer", "norm of a layer-all")
+@pytest.mark.quick("norm of a layer-all")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
@@ -217,6 +217,7 @@ def test_a_streamed_update_is_the_update(name, offload):
     check_update(offload, TRANSFORMATIONS[name])
 
 
+@pytest.mark.slow  # above on eight devices
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("fsdp", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_streamed_update_is_the_update_on_every_mesh(fsdp):
@@ -238,6 +239,7 @@ def test_an_update_that_is_skipped_changes_nothing_in_host_memory(finite):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow  # test_offload.py counts a step's
 def test_a_streamed_update_adds_no_collective():
     def collectives(offload: str | None) -> list[Any]:
         fsdp = make_fsdp(make_policy(offload))

@@ -77,6 +77,7 @@ def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
     return jshard.Mean(jnp.sum((model(x) - 1) ** 2), x.shape[0])
 
 
+@pytest.mark.quick("MultiSteps")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("tx", "which", "policy"),

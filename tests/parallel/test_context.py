@@ -42,13 +42,14 @@ CASES = {
 
 
 @pytest.mark.filterwarnings("ignore:attention. context=. does not divide")
-@pytest.mark.slow  # "all at once" of test_expert_models.py, and test_each_axis.py
+@pytest.mark.slow  # test_experts_and_padding.py and test_each_axis.py split some
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_sequences_train_as_whole_ones_on_one_device(case):
     trains_alike(*case)
 
 
+@pytest.mark.slow  # test_dropout_masks.py has every mesh
 @pytest.mark.usefixtures("x64")
 def test_dropout_drops_the_same_values_of_split_sequences():
     def masks(**mesh):

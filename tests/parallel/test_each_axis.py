@@ -18,6 +18,7 @@ def test_a_step_of_split_sequences_and_features_is_that_of_one_device(axis):
     follows_one_device({"replica": 2, "fsdp": 2, axis: 2})
 
 
+@pytest.mark.slow  # core has a step of both axes
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("sizes", "remat"),

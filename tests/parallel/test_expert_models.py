@@ -71,7 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick("all at once")
+@pytest.mark.slow  # test_experts_and_padding.py trains a Llama
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_split_experts_train_as_whole_ones_on_one_device(case):

@@ -152,6 +152,7 @@ def all_to_alls(shape: tuple[int, ...], capacity: float, remat: str) -> Any:
     return run.trace(*arguments).jaxpr.jaxpr, dict(zip(AXES, shape, strict=True))
 
 
+@pytest.mark.quick("none-2")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("remat", "passes"), [("none", 2), ("full", 3)])
 def test_tokens_go_to_experts_each_pass_and_results_return_once(remat, passes):
@@ -174,6 +175,7 @@ def test_a_first_round_with_room_for_all_needs_no_others():
     assert not any(eqn.primitive.name == "while" for eqn, _ in equations(jaxpr))
 
 
+@pytest.mark.slow  # above, the exchanges of a program
 @pytest.mark.usefixtures("x64")
 def test_a_compiled_exchange_has_the_traffic_of_its_first_round():
     run, arguments = on_mesh((1, 2, 4), 1.25, "none", on_one_device("even")[0])

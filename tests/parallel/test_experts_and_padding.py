@@ -94,8 +94,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("experts, context-True")
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("fsdp-True")  # at night beside experts, context and tensor
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("mesh", CASES.values(), ids=CASES)
 def test_a_step_with_padding_is_the_step_without_it(mesh, corrected):

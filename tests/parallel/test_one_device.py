@@ -66,6 +66,7 @@ def test_whole_sequences_have_the_parts_in_their_order():
         np.testing.assert_array_equal(y_BTD, x_BTD)
 
 
+@pytest.mark.quick("3-3-sizes0", "8-2-sizes1", "6-2-sizes0", "4-1-sizes1")
 @pytest.mark.parametrize("sizes", [{"context": 4}, {"context": 2}])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (4, 1), (6, 2), (3, 3)])
 def test_each_head_attends_with_its_own_keys_sinks_and_documents(
@@ -129,6 +130,7 @@ def test_a_split_head_gives_each_token_all_its_columns():
     np.testing.assert_allclose(got, x_BTD @ head_DV, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("True-3", "False-4")
 @pytest.mark.parametrize("examples", [4, 3])
 @pytest.mark.parametrize("on_gpus", [False, True])
 def test_split_columns_and_rows_compute_and_learn_as_whole_ones(

@@ -63,7 +63,7 @@ def test_experts_with_few_tokens_gain_and_those_with_many_lose():
     assert not np.any(router.tokens.get_value())
 
 
-@pytest.mark.slow  # by default, test_expert_models
+@pytest.mark.slow  # by default, test_experts_and_padding
 def test_evaluation_corrects_nothing_and_training_evens_out_the_load():
     fsdp, state, step = start("all at once", "sgd", devices=jax.devices()[:2])
     examples = fsdp.shard_batch(batch(False, 0))

@@ -10,11 +10,12 @@ pytestmark = [
 ]
 
 
-@pytest.mark.slow  # by default below, and of three layers in test_pipeline.py
+@pytest.mark.slow  # by default five layers in test_pipeline.py
 def test_a_step_in_uneven_stages_is_that_of_one_device():
     follows_one_device({"pipe": 2, "fsdp": 1}, accumulate=2)
 
 
+@pytest.mark.slow  # by default test_each_axis.py, and interleaved in test_pipeline.py
 def test_interleaved_stages_beside_split_sequences_and_features_follow_one_device():
     sizes = {"pipe": 2, "fsdp": 1, "context": 2, "tensor": 2}
     follows_one_device(sizes, accumulate=2, prefetch=True, stages_per_device=2)

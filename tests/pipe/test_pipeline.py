@@ -159,14 +159,14 @@ class Conditioned(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.given = nnx.Linear(8, 8, param_dtype=jnp.float64, rngs=rngs)
-        self.blocks = jshard.Stack(self.Layer, 3, rngs=rngs)
+        self.blocks = jshard.Stack(self.Layer, 5, rngs=rngs)
         self.scale = nnx.Param(jnp.ones(8))
         self.dropout = jshard.Dropout(0.2, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         given = self.given(x)
         (y, number), aux = self.blocks((x * self.scale, jnp.int32(0)), given)
-        y = y + given * number + (jnp.arange(1.0, 4.0) @ aux)[:, None]
+        y = y + given * number + (jnp.arange(1.0, 6.0) @ aux)[:, None]
         return self.dropout(y)
 
 
@@ -174,7 +174,8 @@ class Conditioned(nnx.Module):
 @pytest.mark.filterwarnings("ignore:.*are in no Stack or Unit")
 def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     tx, batch = optax.sgd(1.0), np.random.default_rng(0).normal(size=(16, 8))
-    fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2, remat="none"))
+    policy = policy_of(2, remat="none", stages_per_device=2)
+    fsdp = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy)
     model = filled(lambda: Conditioned(nnx.Rngs(0)))
     state = fsdp.from_model(model, tx)
     graphdef, _, rest = nnx.split(model, nnx.Param, ...)
@@ -192,7 +193,7 @@ def test_what_layers_share_or_return_and_what_goes_past_them_have_gradients():
     got = parity.by_path(fsdp.fetch(state.params))
     assert parity.worst(got, parity.by_path(stepped)) <= BOUND
     counts = jax.tree.leaves(nnx.filter_state(state.model_state, DropoutCount))
-    assert [x.tolist() for x in counts] == [[1, 1, 1], 1]
+    assert [x.tolist() for x in counts] == [[1, 1, 1, 1, 1], 1]
 
 
 # Models, precision and checkpoints.

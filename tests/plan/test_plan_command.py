@@ -95,7 +95,11 @@ def is_self_contained(page: str) -> bool:
         ),
         ([*ATTACHED, "--config.model.widht=1"], "did you mean model.width"),
         ([*ATTACHED, "--trace=x.json"], "there is no timeline"),
-        ([*ATTACHED, *FULL, "--imbalance=2"], "--imbalance=2: the step has no experts"),
+        pytest.param(
+            [*ATTACHED, *FULL, "--imbalance=2"],
+            "--imbalance=2: the step has no experts",
+            marks=pytest.mark.slow,  # it traces the step
+        ),
         ([*ATTACHED, "--imbalance=0.5"], "--imbalance=0.5: must be a finite number"),
         ([*ATTACHED, "--imbalance=2", "--search"], "--imbalance: shows one plan"),
         ([*ATTACHED, "--json=nowhere/x.json"], "there is no folder nowhere"),

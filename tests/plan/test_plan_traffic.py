@@ -65,7 +65,7 @@ def test_the_least_of_a_known_step_is_its_closed_form():
 
 
 # Above are the others' least, and in test_start_up.py what is written for them.
-@pytest.mark.quick("knobs2", "knobs4", "knobs6")
+@pytest.mark.quick("knobs4", "knobs6")
 @pytest.mark.parametrize(
     ("knobs", "replica", "again"),
     [

@@ -187,6 +187,7 @@ def test_a_commit_that_git_does_not_know_is_one_line():
         rings.changed("nothing")
 
 
+@pytest.mark.slow  # ring 1 has a limit of its own
 def test_ring_1_has_about_forty_tests():
     files = [
         x for x in (REPOSITORY / "tests").rglob("test_*.py") if x != Path(__file__)

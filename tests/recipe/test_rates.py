@@ -99,6 +99,7 @@ def by_keys(recipe, steps, **keys):
     return np.asarray(jax.vmap(schedule)(np.arange(steps)))
 
 
+@pytest.mark.quick("linear", "warmup_stable_decay", "cosine_with_min_lr")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_by_keys_the_rate_of_each_update_is_that_of_transformers(finetune, name):
     factor, keys = SCHEDULES[name]

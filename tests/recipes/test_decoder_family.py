@@ -256,7 +256,7 @@ def test_a_tokens_experts_are_in_its_best_groups(x64):
     assert changed > 3  # the groups matter
 
 
-@pytest.mark.quick("False")  # by default test_recorded.py has Mixtral's, which are
+@pytest.mark.slow  # test_experts_and_padding.py has the balance
 @pytest.mark.parametrize("normalized", [True, False])
 def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normalized):
     E, K, D, F, N = 5, 2, 8, 6, 21

@@ -60,7 +60,7 @@ def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
     assert mean.count == weights.sum()
 
 
-@pytest.mark.quick("False")
+@pytest.mark.slow  # test_decoder_family.py has such a loss
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_is_that_of_the_logits(tied):
     model = make_model(tied=tied, label_smoothing=0.2, z_loss=0.01)

@@ -218,6 +218,7 @@ def test_a_step_gathers_weights_and_nothing_that_the_sides_exchange(style, prefe
     assert found == expected
 
 
+@pytest.mark.slow  # test_encoder_decoder.py pads prompts
 def test_padding_changes_nothing_before_it():
     model = filled(lambda: T5(config("v1.0"), rngs=nnx.Rngs(0)))
     inputs, tokens = batch()["inputs"], batch()["targets"]

@@ -17,6 +17,7 @@ from test_going_on import RECIPE
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
+@pytest.mark.slow  # test_failing_saves.py has a full disk
 @pytest.mark.filterwarnings("ignore:cannot write to .*disk")
 def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(
     tmp_path, capsys

@@ -69,7 +69,7 @@ def test_a_resumed_run_computes_what_the_uninterrupted_one_did(
     assert evaluated(run) == evaluated(whole) == [6, 12]
 
 
-@pytest.mark.quick("1-8")
+@pytest.mark.slow  # test_promises.py restores on other meshes
 @pytest.mark.parametrize(("shards", "replica"), [(4, 1), (2, 2), (1, 8), (1, 1)])
 def test_another_mesh_goes_on_with_the_same_data_within_rounding(
     shards, replica, whole, tmp_path, capsys
@@ -310,6 +310,7 @@ def test_a_run_starts_from_anothers_parameters(kind, whole, tmp_path):
     assert evaluation["eval_ema_loss"] == last["eval_loss"]
 
 
+@pytest.mark.quick("keys1", "keys2")
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
@@ -339,6 +340,7 @@ def test_parameters_that_cannot_be_restored_are_one_line_before_anything_is_set_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # data/test_streams.py has every source
 def test_a_run_goes_on_with_another_batch_size_at_the_next_example(run, whole):
     keys: dict[str, Any] = {"eval_every": 0, "checkpoint__accept": ("batch_size",)}
     go_on(run, steps=8, batch_size=16, **keys)

@@ -60,6 +60,7 @@ def test_a_start_goes_on_from_what_an_earlier_run_saves_meanwhile(
     assert [*step_list.read(Objects(f"{url}/checkpoints"))] == [6]
 
 
+@pytest.mark.slow  # test_buckets.py has the refusal
 def test_the_earlier_run_ends_at_its_next_save_and_a_reader_with_a_line(trainer, url):
     def overtake(trainer_, step, metrics):
         if step == 3:

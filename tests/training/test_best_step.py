@@ -116,6 +116,7 @@ def test_evaluate_predict_and_the_state_are_of_the_step_that_is_named(run):
         trainer.test({"inputs": np.zeros(4, np.float32)}, step=2)
 
 
+@pytest.mark.quick("best")
 @pytest.mark.parametrize("step", ["best", "newest"])
 def test_after_another_step_was_evaluated_fit_goes_on_from_the_newest(
     step, run, tmp_path
@@ -174,6 +175,7 @@ def test_what_is_evaluated_after_a_signal_can_still_be_the_best(tmp_path, monkey
     assert trainer.evaluate(step="best")["eval_loss"] == pytest.approx(loss_at(BEST))
 
 
+@pytest.mark.slow  # test_buckets.py keeps the best
 def test_the_best_of_a_run_in_a_bucket_is_used_there(tmp_path, capsys):
     with running(Folder, tmp_path / "bucket") as server:
         url = f"{server.url}/run"

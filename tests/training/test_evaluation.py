@@ -191,6 +191,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # below, batches that do not divide
 def test_a_recipe_whose_batch_does_not_divide_its_validation_data_trains(tmp_path):
     recipe = RECIPE.replace(SPLIT, "        return data[:13]\n")
     recipe = recipe.replace("optax.adamw(", "optax.sgd(")

@@ -146,6 +146,7 @@ def test_a_signal_within_the_range_leaves_a_trace_though_nothing_is_saved(tmp_pa
     assert steps_of(trace) == [2]
 
 
+@pytest.mark.slow  # a full disk costs one, too
 @pytest.mark.usefixtures("compiled_once")
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path):
     (tmp_path / "run").mkdir()

@@ -58,6 +58,7 @@ def test_an_error_keeps_the_lines_of_all_steps_before_it(tmp_path):
     assert [line["step"] for line in steps(trainer)] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow  # test_update_counts.py rejects a step
 def test_a_run_goes_on_after_a_rejected_step_and_logs_the_rates_that_were_used(
     tmp_path, capsys
 ):

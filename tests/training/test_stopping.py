@@ -142,7 +142,7 @@ def end_of(folder: Path, phase: str, step: int, **keys) -> str:
 LAST = [(phase, STEPS) for phase in ("step", "evaluating", "sampling", "finishing")]
 
 
-@pytest.mark.quick("saving-4-3", "reporting-4-0")  # one step's run is below
+@pytest.mark.quick("reporting-4-0")
 @pytest.mark.usefixtures("ending", "compiled_once")
 @pytest.mark.parametrize("every", [0, 3])
 @pytest.mark.parametrize(("phase", "step"), [*LAST, ("saving", 4), ("reporting", 4)])
@@ -162,7 +162,7 @@ def test_a_run_of_one_step_that_is_hit_while_it_compiles_is_done(tmp_path):
     assert end_of(tmp_path, "compiling", 1, steps=1) == "done"
 
 
-@pytest.mark.quick("saving")
+@pytest.mark.slow  # test_failing_runs.py saves and exits 75
 @pytest.mark.usefixtures("ending", "compiled_once")
 @pytest.mark.parametrize(
     ("phase", "step", "saved"),

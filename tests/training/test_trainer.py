@@ -242,6 +242,7 @@ def test_early_stopping_ends_the_run_as_done_and_saved(tmp_path, capsys):
     assert int(longer.fit().state.step) == 8  # where it asks again
 
 
+@pytest.mark.slow  # test_step_log.py has what hooks return
 def test_what_hooks_return_is_logged_and_shown(tmp_path, monkeypatch):
     """After each evaluation and checkpoint, of which the last step has both."""
     calls, order = [], []

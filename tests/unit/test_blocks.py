@@ -153,7 +153,7 @@ def in_blocks(remat: str) -> Any:
     return fsdp, *traced(fsdp)
 
 
-@pytest.mark.quick("dots")
+@pytest.mark.slow  # test_nvfp4.py has formats of all kinds
 @pytest.mark.parametrize("remat", ["dots", "none"])
 def test_weights_arrive_in_bytes_and_their_scales_once(remat):
     _, program, _, _ = in_blocks(remat)
@@ -171,7 +171,7 @@ def test_weights_arrive_in_bytes_and_their_scales_once(remat):
     assert plain.wire_bytes == 2 * LAYERS * WIDTH * NARROW * 4 * 7 // 8
 
 
-@pytest.mark.slow  # by default tests/unit/test_nvfp4.py has all formats in one layer
+@pytest.mark.slow  # by default the parts, as above
 def test_modules_of_a_layer_multiply_in_float8_in_mxfp8_and_in_neither():
     overrides = {
         "layers.up": {"precision": jshard.Precision(products="float8")},

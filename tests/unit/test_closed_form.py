@@ -220,6 +220,7 @@ def test_an_update_needs_no_more_than_gradients_parameters_and_moments(name, mom
     check("full", optimizer=OPTIMIZERS[name], moments=moments)
 
 
+@pytest.mark.slow  # test_ema.py has one in place
 @pytest.mark.parametrize(
     "knobs",
     [

@@ -89,6 +89,7 @@ def test_a_shard_that_a_predicate_selects_is_refused_with_what_to_write(make):
         trained(make)
 
 
+@pytest.mark.quick("ByGathered")
 @pytest.mark.parametrize("make", [ByWhere, ByGathered])
 def test_what_is_selected_or_gathered_before_trains_as_on_one_device(make):
     got, model = trained(make)

@@ -91,7 +91,7 @@ def plain(model: nnx.Module) -> Any:
 
 
 # Of models that exist, and of Flax's weight normalization, programs of tests/foreign.
-@pytest.mark.quick("Table-init-4-2-True")
+@pytest.mark.slow  # foreign/test_programs.py has a table
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(("devices", "accumulate"), [(4, 2), (2, 1), (1, 1), (8, 1)])
 @pytest.mark.parametrize("start", ["init", "from"])

@@ -34,8 +34,8 @@ class Curved(nnx.Module):
         return 0.1 * jax.grad(lambda x: jnp.vdot(gradient(x), along))(x)
 
 
+@pytest.mark.quick("{}")
 @pytest.mark.usefixtures("x64")
-@pytest.mark.quick("{'prefetch'")
 @pytest.mark.parametrize(
     "knobs",
     [{}, {"prefetch": True, "remat": "dots", "reshard_after_forward": 2}],

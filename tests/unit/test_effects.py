@@ -215,6 +215,7 @@ def steps(make_model: Any, layer: Any, devices: int, units: tuple = ()) -> Any:
     return history, fsdp.fetch(state.params)
 
 
+@pytest.mark.slow  # by default the layers of a stack, below
 @pytest.mark.parametrize(
     ("devices", "layer"),
     [
@@ -264,7 +265,7 @@ def test_the_layers_of_a_stack_leave_what_they_would_leave_one_by_one(devices, l
     compare(got[0], (value, optax.tree.norm(grads)))
 
 
-@pytest.mark.quick("unit")
+@pytest.mark.slow  # above, and test_linen_collections.py
 @pytest.mark.parametrize("units", [(), (Sows,)], ids=["plain", "unit"])
 def test_flax_captures_what_is_sown_in_a_unit(units):
     def loss(model, x):

@@ -144,6 +144,7 @@ def test_under_a_condition_that_is_equal_everywhere_they_train_exactly(kind):
     check_run(functools.partial(kind, shared))
 
 
+@pytest.mark.slow  # test_foreign_layers.py has loops
 def test_a_loop_of_equal_turns_evaluates_exactly():
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
     model = filled(lambda: Depth(shared, nnx.Rngs(0)))
@@ -284,7 +285,7 @@ def test_a_weight_that_differs_by_device_is_refused():
         step(state, fsdp.shard_batch(np.asarray(example())))
 
 
-@pytest.mark.quick("2")
+@pytest.mark.slow  # test_loss.py has its gradient
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_learned_weight_trains_as_on_one_device(accumulate):
     loss = weighted(lambda model, x: jnp.exp(model.weight[...]))

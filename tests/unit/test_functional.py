@@ -156,6 +156,7 @@ def test_scan_layers_takes_a_pytree_carry_with_integers(problem):
     check_close(sharded(jshard.make_mesh(replica=2), apply)(*problem), want)
 
 
+@pytest.mark.quick("scan_layers")
 @pytest.mark.parametrize("functional", ["gather", "scan_layers"])
 def test_low_precision_gathers_can_reduce_in_full_precision(problem, functional):
     """The wire carries bf16 out and fp32 back, and the sum is an fp32 sum."""

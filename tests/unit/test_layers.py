@@ -177,6 +177,7 @@ def test_gathered_outside_a_mesh_is_the_unit_itself():
 # Errors.
 
 
+@pytest.mark.quick("tree-True", "dtype-False", "shape-True", "triple-False")
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(
     ("change", "message"),

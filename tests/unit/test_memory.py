@@ -63,6 +63,7 @@ def step_memory(layers: int, **options: Any) -> int:
     return compiled_step(layers, **options)[0].temp_size_in_bytes
 
 
+@pytest.mark.slow  # test_closed_form.py counts so, too
 def test_the_compiler_counts_one_device():
     memory, state = compiled_step(
         8,
@@ -90,7 +91,7 @@ REMATS = {
 
 
 # A bfloat16 layer casts its weights: casts, too, depend on weights alone.
-@pytest.mark.quick("everything-False")
+@pytest.mark.slow  # test_residuals.py has what a layer keeps
 @every_pair(
     remat=tuple(REMATS),
     plain=(False, True),
@@ -155,7 +156,7 @@ def test_evaluation_holds_two_full_layers_at_most(plain):
     assert temporary(lowered) < 2 * LAYER + ACTIVATIONS
 
 
-@pytest.mark.quick("muon")
+@pytest.mark.slow  # test_collectives.py counts what it gathers
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_needs_shards_and_two_full_layers(name):
     sizes = Sizes(layers=16, width=64, hidden=256, vocab=64)

@@ -172,7 +172,7 @@ product_by_hand = rounding_product(
 )
 
 
-@pytest.mark.quick("40-1")  # the layer of all formats below has whole blocks
+@pytest.mark.quick("40-1")
 @pytest.mark.parametrize(("tokens", "packed"), [(64, 0), (40, 1)])
 def test_three_products_are_those_of_what_was_rounded(tokens, packed):
     rng = np.random.default_rng(1)
@@ -266,6 +266,7 @@ def test_weights_arrive_in_their_formats_and_their_scales_once(remat):
     assert scales.wire_bytes == sum(2 * (n * 7 // 8) for n in of_all)
 
 
+@pytest.mark.slow  # each format has its products
 def test_formats_of_all_kinds_meet_in_a_layer():
     fsdp, _, _, step = in_all_formats("dots")
     params, grads, loss = stepped(fsdp, step)

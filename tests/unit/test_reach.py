@@ -115,8 +115,8 @@ def test_a_weight_is_whole_however_it_is_reached(place):
     check(place, WAYS)
 
 
+@pytest.mark.slow  # test_written_weights.py has a teacher
 @pytest.mark.filterwarnings("ignore:loss_fn changes parameter")
-@pytest.mark.quick("unit in stack")
 @pytest.mark.parametrize("place", ["unit", "unit in stack"])
 def test_a_weight_that_is_set_from_outside_its_unit_is_that_of_one_device(place):
     check(place, [called_as_set])

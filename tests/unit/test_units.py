@@ -38,7 +38,7 @@ def test_inside_a_mesh_a_model_does_what_it_does_outside(model):
     check_run(model)
 
 
-@pytest.mark.slow  # test_units_turns_submodules_into_units_and_leaves_units_alone
+@pytest.mark.slow  # test_parity.py and test_rngs.py have some of each
 @pytest.mark.usefixtures("x64")
 @every_pair(
     model=(zoo.Aux, zoo.Closures, zoo.UnitInStack, zoo.StackInStack),
@@ -50,7 +50,7 @@ def test_so_it_does_with_every_remat_and_reshard(case):
     check_run(case["model"], jshard.Policy(**policy, min_shard_elements=0))
 
 
-@pytest.mark.quick("GatheredDuring")
+@pytest.mark.slow  # test_keyword_arguments.py and test_parity.py do
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "model",
@@ -61,6 +61,7 @@ def test_so_it_does_with_transfers_beside_other_layers(model):
     check_run(model, jshard.Policy(prefetch=True, min_shard_elements=0))
 
 
+@pytest.mark.slow  # test_rngs.py trains such units
 @pytest.mark.usefixtures("x64")
 def test_units_turns_submodules_into_units_and_leaves_units_alone():
     knobs: Any = {"remat": "dots", "reshard_after_forward": False}
@@ -135,6 +136,7 @@ class Drawing(nnx.Module):
         return self.unit(x, self.rngs) - self.unit(x, self.rngs)
 
 
+@pytest.mark.slow  # fsdp/test_steps.py counts draws
 def test_draws_from_a_stream_that_is_passed_to_a_unit_count():
     (first, second), _, state = run(Drawing)
     assert first[0] > 0  # the two calls drew different numbers
