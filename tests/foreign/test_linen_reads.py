@@ -101,7 +101,7 @@ def fsdp_of(mesh: tuple[int, int]) -> jshard.FSDP:
     return jshard.FSDP(make_mesh(*mesh), jshard.Policy(min_shard_elements=0))
 
 
-@pytest.mark.slow  # unit/test_reach.py has nnx's
+@pytest.mark.quick("mesh0-decay")
 @pytest.mark.filterwarnings("ignore:parameter .* is read outside of its unit")
 @pytest.mark.parametrize(
     "module",

@@ -114,7 +114,6 @@ def test_only_the_first_k_layers_compute_again(first_k, remat):
     check_head(head)
 
 
-@pytest.mark.slow  # test_collectives.py gathers once
 def test_evaluation_computes_every_product_once():
     blocks, head = gpt_flops(training=False)
     assert blocks == CONFIG.num_layers * sum(products().values())
