@@ -399,6 +399,7 @@ def restore_from_orbax(folder: Path, kernel: np.ndarray) -> tuple[int, int]:
     return int(state.step), right
 
 
+@pytest.mark.slow  # by default test_orbax_folders.py, in one process
 def test_two_processes_go_on_from_the_newest_step_of_orbaxs(pair, tmp_path):
     kernel = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
