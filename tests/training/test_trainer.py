@@ -381,10 +381,10 @@ def test_data_of_each_kind_train(kind, tmp_path, capsys):
     trainer = make(tmp_path, train_data=data, loss_fn=loss).fit()
     assert int(trainer.state.step) == 8
     out = capsys.readouterr().out
-    notes = [line for line in out.splitlines() if line.startswith("data   ")]
-    assert len(notes) == (kind in ("generator", "function"))
-    if notes:
-        assert "a run that resumes reads it from the start and skips" in notes[0]
+    (note,) = [line for line in out.splitlines() if line.startswith("data   ")]
+    is_stream = kind in ("generator", "function")
+    assert ("a run that resumes reads it from the start and skips" in note) is is_stream
+    assert ("rows: 3 steps per epoch" in note) is not is_stream
 
 
 @pytest.mark.slow
