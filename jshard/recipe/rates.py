@@ -51,6 +51,11 @@ def rate_schedule(
             f"optimizer.warmup_steps={warmup_steps}: must be at least 0 and at most "
             f"the run's steps={steps}"
         )
+    if steps * cycles >= 2**31:  # steps are counted in 32 bits
+        raise UserError(
+            f"optimizer.cycles={cycles}: must be at most {2**31 // (steps + 1)} in a "
+            f"run of {steps} steps"
+        )
     end, left = peak * final_fraction, max(1, steps - warmup_steps)
     parts, starts = [], []
     if warmup_steps:

@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 CONF = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))
-MOST_WORDS = 49_860  # of the whole site
+MOST_WORDS = 49_870  # of the whole site
 PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/log/*.md")]
 PAGES += BLOCKS["pages"]()
 LINK = re.compile(r"\]\(([^()\s]+)\)")

@@ -17,7 +17,7 @@ MOST_LINES = {
     "commands": 1311,
     "surface": 683,
     "plan": 5297,
-    "training": 16990,
+    "training": 17002,
     "checkpoint": 7911,
     "generation": 1218,
     "start-up note": 444,

@@ -132,6 +132,10 @@ def test_by_default_the_rates_are_those_that_the_recipes_were_measured_with(fine
         ({"warmup_steps": 21}, "optimizer.warmup_steps=21: must be at least 0 and at"),
         ({"name": "wsd", "decay_steps": 16, "warmup_steps": 5}, "decay_steps=16: must"),
         ({"name": "one_cycle"}, "optimizer.schedule='one_cycle': must be one of cos"),
+        (
+            {"name": "cosine_with_restarts", "steps": 10_000_000, "cycles": 1000},
+            "optimizer.cycles=1000: must be at most 214",
+        ),
     ],
 )
 def test_a_schedule_that_does_not_fit_the_run_is_refused(given, said):

@@ -60,7 +60,7 @@ def as_chat(record: Mapping[str, Any], form: str, where: str) -> Conversation:
     Raises:
       UserError: The record has another form, or a role or a field that is not known.
     """
-    check_form(record, form, where)
+    _check_keys(record, form, where)
     given = 0
     if form == MESSAGES:
         return Conversation(record)
@@ -79,7 +79,7 @@ def as_chat(record: Mapping[str, Any], form: str, where: str) -> Conversation:
     return Conversation({"messages": messages, "tools": record.get("tools")}, given)
 
 
-def check_form(record: Mapping[str, Any], form: str, where: str) -> None:
+def _check_keys(record: Mapping[str, Any], form: str, where: str) -> None:
     """Raises UserError for a record that lacks what the first record's form needs."""
     if missing := [key for key in _NEEDED[form] if key not in record]:
         raise UserError(

@@ -1,13 +1,13 @@
 """A record of two answers, in any form that TRL reads, as tokens and as an example."""
 
 import functools
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jshard.data.tokenizers.chat import load_chat, tools_of
+from jshard.data.tokenizers.continued import common, with_end
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError, some_of
 
@@ -49,11 +49,11 @@ class PairEncoder:
         else:
             first = self._encode(prompt, where, False)
             whole = [
-                self._ended(self._encode(prompt + x, where, False))
+                with_end(self._encode(prompt + x, where, False), self._tokenizer)
                 for x in (chosen, rejected)
             ]
         # Tokens may join the prompt's end to an answer; templates may write it anew.
-        begin = min(_common(first, x) for x in whole)
+        begin = min(common(first, x) for x in whole)
         pair = Pair(first[:begin], *(x[begin:] for x in whole))
         problem = self._problem(pair, _is_empty(chosen) or _is_empty(rejected))
         return f"{where}: {problem}" if problem else pair
@@ -64,12 +64,6 @@ class PairEncoder:
             return self._tokenizer.encode(text, **more)
         except UnicodeEncodeError as error:
             raise UserError(f"{where}: not valid Unicode ({error.reason})") from error
-
-    def _ended(self, tokens: np.ndarray) -> np.ndarray:
-        end = self._tokenizer.eos_id
-        if end is None or (len(tokens) and tokens[-1] == end):
-            return tokens
-        return np.append(tokens, np.int32(end))
 
     def _problem(self, pair: Pair, empty: bool) -> str:
         T, prompt = self._places, len(pair.prompt)
@@ -123,7 +117,7 @@ def _parts(record: Mapping[str, Any], where: str) -> tuple[Any, Any, Any, bool]:
                 "answers as messages"
             )
     # A prompt beside whole chats is in them, too.
-    begin = _common(chosen, rejected)
+    begin = common(chosen, rejected)
     begin = min(begin, max(min(len(chosen), len(rejected)) - 1, 0))
     if not is_chat and chosen[begin - 1 : begin] == " ":
         begin -= 1  # the space belongs to the answers
@@ -146,12 +140,6 @@ def _is_empty(answer: Any) -> bool:
     if isinstance(answer, str):
         return not answer.strip()
     return not any(x.get("content") or x.get("tool_calls") for x in answer)
-
-
-def _common(one: Iterable[Any], other: Iterable[Any]) -> int:
-    """Returns how many items both begin with."""
-    both = zip(one, other, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 
 
 def example_of(pair: Pair, T: int) -> dict[str, np.ndarray]:

@@ -13,7 +13,6 @@ from jshard.data.files.conversations import (
     PAIR,
     SAID,
     as_chat,
-    check_form,
     form_of_record,
     is_pair_of_texts,
 )
@@ -22,6 +21,7 @@ from jshard.data.files.record_forms import has_records
 from jshard.data.text.records import Slice, cut, read_records, read_texts
 from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.continued import common, with_end
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.errors import UserError
 
@@ -48,7 +48,7 @@ def encode_files(
 
     Chats are records without `text_key`, in a form of `conversations`.
     """
-    for file, form in ((file, form_of(file, text_key)) for file in files):
+    for file, form in ((file, conversation_form(file, text_key)) for file in files):
         if form:
             note(f"{file}: {SAID[form]}")
     stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
@@ -96,7 +96,7 @@ def encode_slices(
     parts: Iterable[Slice], tokenizer: Tokenizer, text_key: str
 ) -> Iterator[Document]:
     """Yields the documents of slices of files, those without text left out."""
-    of_part = lambda part: form_of(part.file, text_key)
+    of_part = lambda part: conversation_form(part.file, text_key)
     for form, group in itertools.groupby(parts, of_part):
         if form:
             for part in group:
@@ -139,13 +139,12 @@ def _encode(
 def texts_of(files: Iterable[Path], text_key: str) -> Iterator[str]:
     """Yields the texts of files, and of conversations those of their messages."""
     for file in files:
-        form = form_of(file, text_key)
+        form = conversation_form(file, text_key)
         for part in cut(file, TEXT_BYTES):
             if not form:
                 yield from read_texts(part, text_key)
                 continue
             for where, record in read_records(part):
-                check_form(record, form, where)
                 if is_pair_of_texts(record, form):
                     yield record[PAIR] + record["completion"]
                     continue
@@ -162,7 +161,6 @@ def encode_record(
     A pair of texts is what TRL's ``SFTTrainer`` makes of it: no template, the
     tokenizer's end after the completion, and only the completion is a target.
     """
-    check_form(record, form, where)
     if not is_pair_of_texts(record, form):
         chat, given = as_chat(record, form, where)
         encoded = load_chat(tokenizer, where).encode(chat, where, given=given)
@@ -172,17 +170,13 @@ def encode_record(
         prompt, tokens = map(tokenizer.encode, texts)
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: not valid Unicode ({error.reason})") from error
-    end = tokenizer.eos_id
-    if end is not None and tokens[-1:].tolist() != [end]:
-        tokens = np.append(tokens, np.int32(end))
+    tokens = with_end(tokens, tokenizer)
     # A token may join the prompt's end to the completion, and belongs to the latter.
-    both = zip(prompt, tokens, strict=False)
-    first = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
-    trained = np.arange(len(tokens)) >= first
+    trained = np.arange(len(tokens)) >= common(prompt, tokens)
     return Document(Path(), tokens.astype(tokenizer.dtype), trained)
 
 
-def form_of(file: Path, text_key: str) -> str:
+def conversation_form(file: Path, text_key: str) -> str:
     """Returns the form of a file's first record, or "" for a text."""
     if not has_records(file):
         return ""

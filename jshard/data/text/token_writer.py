@@ -42,7 +42,7 @@ from jshard.data.files.record_forms import has_records
 from jshard.data.files.split_names import named_splits, split_of
 from jshard.data.files.token_forms import HEADER_BYTES
 from jshard.data.text.corpus import UNFINISHED, corpus_files
-from jshard.data.text.encoded import TEXT_BYTES, encode_slices, form_of
+from jshard.data.text.encoded import TEXT_BYTES, conversation_form, encode_slices
 from jshard.data.text.records import Slice, cut
 from jshard.data.text.token_files import ENDS, TOKENS, TRAINED, make_header
 from jshard.data.tokenizers.chat import load_chat
@@ -114,7 +114,9 @@ def write_token_files(
             for file in files
         },
     }
-    forms = {file: form for file in files if (form := form_of(file, text_key))}
+    forms = {
+        file: form for file in files if (form := conversation_form(file, text_key))
+    }
     for file, form in forms.items():
         show(f"{file}: {SAID[form]}")
     if set(forms.values()) - {PAIR}:
