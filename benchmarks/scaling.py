@@ -18,7 +18,7 @@ import jax
 from compiling import Row, compile_row
 from jshard.fit.hardware import STATED
 from jshard.plan import GPUS
-from jshard.report.charts import Axes, element
+from jshard.system.pages.charts import Axes, element
 from kit.pictures import picture
 
 GIB = 2**30

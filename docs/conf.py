@@ -16,9 +16,9 @@ REPOSITORY = DOCS.parent
 
 project = "jshard"
 author = "the authors of jshard"
-version = release = runpy.run_path(str(REPOSITORY / "jshard/compat/versions.py"))[
-    "__version__"
-]
+version = release = runpy.run_path(
+    str(REPOSITORY / "jshard/system/compat/versions.py")
+)["__version__"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Pages that the repository has and the site does not.

@@ -8,7 +8,7 @@ They are those that messages about unknown keys answer from.
 import re
 from pathlib import Path
 
-from jshard.cli.option_names import TABLES
+from jshard.system.cli.option_names import TABLES
 
 PAGE = Path(__file__).parent / "coming_from" / "hugging_face_trainer.md"
 LIBRARIES = ("Hugging Face's Trainer", "PEFT", "TRL")

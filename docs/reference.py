@@ -21,11 +21,11 @@ from pathlib import Path
 from unittest import mock
 
 import jshard
-from jshard.cli.commands import COMMANDS
-from jshard.cli.knob import Knob
 from jshard.config.run_config import complete, declarations, flatten
 from jshard.config.shared_keys import REQUIRED, SHARED
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.system.cli.commands import COMMANDS
+from jshard.system.cli.knob import Knob
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDER = REPOSITORY / "docs" / "reference"

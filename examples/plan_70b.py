@@ -14,10 +14,10 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: there is no GPU
 
-from jshard.cli.formatting import format_bytes
 from jshard.config import complete
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.system.formatting import format_bytes
 
 
 def plan(gpus, batch_size, overrides):

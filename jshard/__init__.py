@@ -8,7 +8,7 @@ is imported on first use: launchers and parents of workers need no JAX.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import jshard.cli.machine.quiet  # noqa: F401  # first: commands import JAX there
+import jshard.system.cli.machine.quiet  # noqa: F401  # first: commands import JAX there
 
 if TYPE_CHECKING:
     from jshard import functional as functional
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from jshard import training as training
     from jshard.checkpoint.checkpointer import Checkpointer as Checkpointer
     from jshard.collectives.reduce import pmean as pmean
-    from jshard.compat.versions import __version__ as __version__
-    from jshard.errors import UserError as UserError
     from jshard.fsdp.fsdp import FSDP as FSDP
     from jshard.fsdp.mesh import make_mesh as make_mesh
     from jshard.fsdp.policy import Names as Names
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     from jshard.nn.loss import Loss as Loss
     from jshard.nn.loss import Mean as Mean
     from jshard.nn.loss import Means as Means
+    from jshard.system.compat.versions import __version__ as __version__
+    from jshard.system.errors import UserError as UserError
     from jshard.training.trainer import Trainer as Trainer
     from jshard.unit.gathered import gathered as gathered
     from jshard.unit.modules import Stack as Stack

@@ -1,9 +1,9 @@
 """Lists the commands: `python -m jshard`."""
 
-from jshard.cli.command import run_command
-from jshard.cli.commands import COMMANDS
-from jshard.cli.terminal import show
-from jshard.errors import UserError
+from jshard.system.cli.command import run_command
+from jshard.system.cli.commands import COMMANDS
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
 
 
 def main() -> None:

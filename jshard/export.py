@@ -16,13 +16,6 @@ from safetensors import SafetensorError
 from jshard.checkpoint import frozen, metadata
 from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.selected.run_address import find_run
-from jshard.cli.command import run_command
-from jshard.cli.formatting import one_line
-from jshard.cli.machine.platform import use_cpu
-from jshard.cli.options import CHECKPOINT, STEP, Command, Option
-from jshard.cli.paths import is_remote
-from jshard.cli.terminal import show
-from jshard.errors import RunFailed, UserError, is_disk_full
 from jshard.hub import exported_tensors as exported
 from jshard.hub import peft
 from jshard.hub.huggingface_folder import CONFIG
@@ -33,6 +26,13 @@ from jshard.hub.safetensors_write import (
     write_index,
     write_tensors,
 )
+from jshard.system.cli.command import run_command
+from jshard.system.cli.machine.platform import use_cpu
+from jshard.system.cli.options import CHECKPOINT, STEP, Command, Option
+from jshard.system.cli.paths import is_remote
+from jshard.system.cli.terminal import show
+from jshard.system.errors import RunFailed, UserError, is_disk_full
+from jshard.system.formatting import one_line
 from jshard.trained.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jshard.collectives.gather import all_gather
-from jshard.compat.jaxprs import Static, is_typed
 from jshard.cpu.order import in_order
-from jshard.errors import UserError
 from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
 from jshard.fsdp.policy import Reshard, UnitPolicy
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
+from jshard.system.compat.jaxprs import Static, is_typed
+from jshard.system.errors import UserError
 from jshard.unit.stack import make_scan, split_aux
 
 __all__ = ["gather", "in_order", "scan_layers"]

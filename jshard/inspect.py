@@ -15,14 +15,14 @@ from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
 from jshard.checkpoint.selected.best_step import Best, best_of
 from jshard.checkpoint.selected.run_address import find_run
 from jshard.checkpoint.step_folders import find_steps, step_folder
-from jshard.cli.command import run_command
-from jshard.cli.formatting import format_bytes, one_line
-from jshard.cli.machine.platform import use_cpu
-from jshard.cli.options import CHECKPOINT, STEP, Command, Option
-from jshard.cli.paths import is_bucket
-from jshard.cli.terminal import show
 from jshard.config.run_config import flatten
-from jshard.errors import UserError
+from jshard.system.cli.command import run_command
+from jshard.system.cli.machine.platform import use_cpu
+from jshard.system.cli.options import CHECKPOINT, STEP, Command, Option
+from jshard.system.cli.paths import is_bucket
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
+from jshard.system.formatting import format_bytes, one_line
 
 COMMAND = Command(
     "inspect",

@@ -25,15 +25,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jshard.cli.command import run_command
-from jshard.cli.options import Command, Option
-from jshard.cli.paths import path_problem
-from jshard.cli.terminal import leave_closed_terminal, show
-from jshard.distributed import cluster
-from jshard.distributed.schedulers import LOCAL
-from jshard.distributed.shell_script import shell_script
-from jshard.distributed.supervisor import JOB_FAILED
-from jshard.errors import RunFailed, UserError
+from jshard.system.cli.command import run_command
+from jshard.system.cli.options import Command, Option
+from jshard.system.cli.paths import path_problem
+from jshard.system.cli.terminal import leave_closed_terminal, show
+from jshard.system.errors import RunFailed, UserError
+from jshard.system.jobs import cluster
+from jshard.system.jobs.schedulers import LOCAL
+from jshard.system.jobs.shell_script import shell_script
+from jshard.system.jobs.supervisor import JOB_FAILED
 
 ENDING = 75.0  # seconds for the other processes to end when one has failed
 KILLING = 5.0  # seconds for processes to end when killed

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.cli.command import read_text, run_command
-from jshard.cli.options import Command, Option
-from jshard.cli.terminal import show
-from jshard.errors import UserError
 from jshard.generation.prompts import context_length, is_encoder_decoder
 from jshard.generation.scoring import scores
 from jshard.generation.weight_placement import Placement, sharded
+from jshard.system.cli.command import read_text, run_command
+from jshard.system.cli.options import Command, Option
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
 from jshard.trained.model_command import MODEL_OPTIONS, started
 
 _COUNT: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 10**9}

@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jshard.cli.command import run_command
-from jshard.cli.options import Command, Option
-from jshard.cli.paths import cache_folder, is_remote
-from jshard.cli.terminal import show
 from jshard.data.text.corpus import corpus_files
 from jshard.data.text.encoded import texts_of
 from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.bpe import train_tokenizer
-from jshard.errors import RunFailed, UserError, is_disk_full
+from jshard.system.cli.command import run_command
+from jshard.system.cli.options import Command, Option
+from jshard.system.cli.paths import cache_folder, is_remote
+from jshard.system.cli.terminal import show
+from jshard.system.errors import RunFailed, UserError, is_disk_full
 
 COMMAND = Command(
     "tokenize",

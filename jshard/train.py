@@ -10,13 +10,13 @@ Exit codes:
 
 from pathlib import Path
 
-from jshard.cli.command import run_command
-from jshard.cli.machine.quiet import import_jax
-from jshard.cli.options import Command, Option
 from jshard.data.loader_processes import leave_to_run
-from jshard.distributed import cluster
-from jshard.distributed.supervisor import supervise
 from jshard.recipe.recipe_path import RECIPE_OPTIONS, find_recipe
+from jshard.system.cli.command import run_command
+from jshard.system.cli.machine.quiet import import_jax
+from jshard.system.cli.options import Command, Option
+from jshard.system.jobs import cluster
+from jshard.system.jobs.supervisor import supervise
 
 COMMAND = Command(
     "train",

@@ -9,11 +9,11 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.cli.knob import Knob, described, knob, knobs
 from jshard.config.overrides import keys_help, override, read_words
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import complete
 from jshard.config.shared_keys import DEFAULTS
+from jshard.system.cli.knob import Knob, described, knob, knobs
 
 ROOT = Path(__file__).parents[1]
 # These have a form of their own in a config, read by jshard/config/policy_keys.py.

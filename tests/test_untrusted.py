@@ -27,12 +27,12 @@ from damaged_files import (
 from hostile_files import CONTENT_READERS, SLOW_READERS
 from jshard.checkpoint import manifest
 from jshard.checkpoint.local.copy_files import Label
-from jshard.checkpoint.untrusted import path_inside, read_json
 from jshard.data.text import token_writer
 from jshard.fit.hardware import find_constants
 from jshard.hub.safetensors_file import find_tensors
 from jshard.hub.safetensors_write import SINGLE
 from jshard.plan.search.result_cache import read_result
+from jshard.system.files.untrusted import path_inside, read_json
 from jshard.trained.generate_command import read_prompts
 
 REPOSITORY = Path(__file__).parents[1]

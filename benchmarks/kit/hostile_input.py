@@ -20,7 +20,7 @@ from hostile_files import MORE_READERS
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.restore import find_damage, restore_state
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def mutations(names: Sequence[str], count: int, number: int) -> None:

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
-from jshard.checkpoint.atomic import replace_file
-from jshard.compat.xla_options import compiler_options
+from jshard.system.compat.xla_options import compiler_options
+from jshard.system.files.atomic import replace_file
 from kit.fitting import fit
 from kit.results import Recorder
 from kit.running import Part

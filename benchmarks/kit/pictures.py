@@ -1,6 +1,6 @@
 """Charts as SVG files."""
 
-from jshard.report.charts import element
+from jshard.system.pages.charts import element
 
 
 def picture(size: tuple[int, int], label: str, style: str, parts: list[str]) -> str:

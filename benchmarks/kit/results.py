@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.atomic import replace_file
+from jshard.system.files.atomic import replace_file
 
 DONE, BEGUN, FAILED, TOO_LONG = "done", "begun", "failed", "too long"
 Values = dict[str, Any]

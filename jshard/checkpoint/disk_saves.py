@@ -15,11 +15,11 @@ import jax
 from flax.traverse_util import unflatten_dict
 
 from jshard.checkpoint import manifest, metadata, step_folders
-from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.participants import Participants, on_first
 from jshard.checkpoint.step_folders import SAVING, find_steps, step_folder
 from jshard.checkpoint.stored_arrays import ARRAYS, start_saving
-from jshard.compat import orbax
+from jshard.system.compat import orbax
+from jshard.system.files.atomic import replace_file
 
 # Chooses the steps to delete, given the folder of each complete one and the newest.
 Expired: TypeAlias = Callable[[Mapping[int, Path], int], list[int]]

@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
-from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.untrusted import path_inside, read_json
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.atomic import replace_file
+from jshard.system.files.untrusted import path_inside, read_json
 
 FILE = "manifest.json"
 FORMAT = 1  # of a step's folder; incremented when an older jshard could not read it

@@ -18,11 +18,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.untrusted import read_json
-from jshard.cli.paths import path_problem
-from jshard.compat.versions import versions
-from jshard.errors import UserError
 from jshard.four_bit.base import FOUR_BIT, four_bit_of
 from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
@@ -30,6 +25,11 @@ from jshard.layout.padding import exact_types
 from jshard.layout.variables import array_name, is_variable
 from jshard.nn.adapted import ALPHA, LAYERS, STABILIZED
 from jshard.nn.dropout import is_random
+from jshard.system.cli.paths import path_problem
+from jshard.system.compat.versions import versions
+from jshard.system.errors import UserError
+from jshard.system.files.atomic import replace_file
+from jshard.system.files.untrusted import read_json
 from jshard.unit.modules import Stack
 
 FILE = "description.json"

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint.buckets.objects import BucketError
-from jshard.compat.coordination import KeyValueStore
+from jshard.system.compat.coordination import KeyValueStore
 
 _PATIENCE = 1200.0  # seconds to wait for other processes, as Orbax does
 _POLL = 0.5  # seconds

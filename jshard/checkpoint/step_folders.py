@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from jshard.checkpoint.atomic import sync_folder
+from jshard.system.files.atomic import sync_folder
 
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"

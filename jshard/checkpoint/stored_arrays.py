@@ -17,10 +17,10 @@ from orbax.checkpoint import v1 as ocp
 from jshard.checkpoint import metadata
 from jshard.checkpoint.buckets import arrays as bucket
 from jshard.checkpoint.metadata import STORED_SHAPE
-from jshard.compat.orbax import database, open_array, open_in_database
-from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
+from jshard.system.compat.orbax import database, open_array, open_in_database
+from jshard.system.errors import UserError, some_of
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
 INDEX = "cache_pool#index"  # TensorStore's cache of where a database has its chunks

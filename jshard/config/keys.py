@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import FieldReference
 
-from jshard.cli.knob import Knob
+from jshard.system.cli.knob import Knob
 
 
 class Key(FieldReference):
@@ -19,7 +19,7 @@ class Key(FieldReference):
       default: The value.
       help: What the key means, on one line, for `--help`.
       limits: Possible values: `kind`, `also`, `choices`, `at_least`, `above`,
-        `at_most`, `below` and `hub` of a `jshard.cli.knob.Knob`.
+        `at_most`, `below` and `hub` of a `jshard.system.cli.knob.Knob`.
     """
 
     def __init__(self, default: Any, help: str, **limits: Any):

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.cli.formatting import did_you_mean
-from jshard.cli.knob import Knob
-from jshard.cli.options import check_value, explained, read_value
-from jshard.cli.other_libraries import counterpart
 from jshard.config.run_config import Config, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS, REQUIRED, SHARED
-from jshard.errors import UserError
+from jshard.system.cli.knob import Knob
+from jshard.system.cli.options import check_value, explained, read_value
+from jshard.system.cli.other_libraries import counterpart
+from jshard.system.errors import UserError
+from jshard.system.formatting import did_you_mean
 
 
 def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:

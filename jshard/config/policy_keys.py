@@ -5,13 +5,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from jshard.cli.knob import Knob, knobs
-from jshard.cli.options import read_value
-from jshard.compat.xla_options import check_options
 from jshard.config.run_config import Config
-from jshard.errors import UserError
 from jshard.fsdp.policy import POLICIES, Names, Offload, Policy, UnitPolicy
 from jshard.fsdp.precision import Precision
+from jshard.system.cli.knob import Knob, knobs
+from jshard.system.cli.options import read_value
+from jshard.system.compat.xla_options import check_options
+from jshard.system.errors import UserError
 
 _OF_UNITS = knobs(UnitPolicy) | knobs(Precision)  # what `policy.overrides` can set
 _OF_XLA = Knob(None, "")  # whose options have no declarations

@@ -7,9 +7,6 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict, FieldReference
 
-from jshard.cli.formatting import did_you_mean
-from jshard.cli.knob import Knob
-from jshard.cli.options import check_value
 from jshard.config.keys import Key
 from jshard.config.profiled_steps import profile_problem
 from jshard.config.shared_keys import (
@@ -19,7 +16,10 @@ from jshard.config.shared_keys import (
     REQUIRED,
     SHARED,
 )
-from jshard.errors import UserError
+from jshard.system.cli.knob import Knob
+from jshard.system.cli.options import check_value
+from jshard.system.errors import UserError
+from jshard.system.formatting import did_you_mean
 
 # An ml_collections.ConfigDict; type checkers cannot know its keys.
 Config: TypeAlias = Any

@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from jshard.cli.knob import Knob, knobs
 from jshard.fsdp.policy import BY_MEMORY, Policy
+from jshard.system.cli.knob import Knob, knobs
 
 FIT = "fit"  # the value of a key that `training.fit` chooses
 FITTED = tuple(f"policy.{name}" for name in BY_MEMORY)

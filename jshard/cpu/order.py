@@ -32,9 +32,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.compat import jaxprs
 from jshard.cpu import weight_products
-from jshard.errors import UserError
+from jshard.system.compat import jaxprs
+from jshard.system.errors import UserError
 
 # The results of a program, and the token after it.
 Results = tuple[list[Any], jax.Array]

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from jshard.compat import jaxprs
+from jshard.system.compat import jaxprs
 
 
 def of_weights(jaxpr: core.Jaxpr) -> dict[Any, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def to_arrays(value: Any, path: str = "") -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import grain
 
-from jshard.cli.formatting import one_line
 from jshard.data.places import is_torch
+from jshard.system.formatting import one_line
 
 _SHOWN = 60  # characters
 

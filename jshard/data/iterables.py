@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import jax
 
-from jshard.compat.data_loaders import is_sharded_loader, is_split_by_node
 from jshard.data.fingerprint import fingerprint, is_huggingface
 from jshard.data.places import Cursor, is_torch, state_methods
-from jshard.errors import UserError
+from jshard.system.compat.data_loaders import is_sharded_loader, is_split_by_node
+from jshard.system.errors import UserError
 
 _NO_SERIES = (Mapping, set, frozenset, str, bytes, tuple)  # of examples, all the same
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grain
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def is_mixture(text: str) -> bool:

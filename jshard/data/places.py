@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jshard.compat.data_loaders import allow_grain_processes, end_iterator
 from jshard.data.loader_processes import opening_loader
-from jshard.errors import UserError
+from jshard.system.compat.data_loaders import allow_grain_processes, end_iterator
+from jshard.system.errors import UserError
 
 _METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
 _Methods = tuple[Callable[[], Any], Callable[[Any], None]]

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from jshard.checkpoint import metadata
-from jshard.checkpoint.untrusted import read_json
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import read_json
 
 FILE = "data_position.json"  # in a step's folder
 

@@ -16,12 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.cli.formatting import one_line
 from jshard.data.examples import count_rows, stack, to_arrays
 from jshard.data.fingerprint import difference
 from jshard.data.iterables import Stream
 from jshard.data.places import Cursor
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.formatting import one_line
 
 _THEN = (
     "resume with the data of the run, or start a new one in another --workdir with "

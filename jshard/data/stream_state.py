@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jshard.checkpoint.untrusted import read_json
-from jshard.cli.formatting import format_bytes
 from jshard.data.stream_reader import StreamState
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import read_json
+from jshard.system.formatting import format_bytes
 
 FILE = "data_state.json"  # in a step's folder
 MOST = 2**28  # bytes of it: a buffer of examples fits, and JSON of it can be parsed

@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-from jshard.checkpoint.atomic import replace_file
-from jshard.cli.command import run_command
-from jshard.cli.options import Command, Option
-from jshard.cli.terminal import show
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.errors import UserError
 from jshard.evaluate.tasks import ROWS, load_tasks
 from jshard.generation.prompts import check_decoder
 from jshard.hub.huggingface_folder import is_huggingface
+from jshard.system.cli.command import run_command
+from jshard.system.cli.options import Command, Option
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
+from jshard.system.files.atomic import replace_file
 from jshard.trained.model_command import MODEL_OPTIONS, started
 from jshard.trained.trained_model import TrainedModel
 from jshard.trained.weight_option import WEIGHTS, place_weights

@@ -5,12 +5,12 @@ from typing import Any
 
 from jshard.config.run_config import Config
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
 from jshard.evaluate.tasks import ROWS, load_tasks
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.generation.prompts import check_decoder
 from jshard.generation.weight_placement import sharded
+from jshard.system.errors import UserError
 
 
 class RunTasks:

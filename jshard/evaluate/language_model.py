@@ -21,16 +21,16 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 )
 from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 
-from jshard.checkpoint.untrusted import parse_json
-from jshard.cli.formatting import one_line
 from jshard.data.tokenizers.chat import Chat, load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
-from jshard.errors import UserError
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import context_length
 from jshard.generation.scoring import padded_length, scores
 from jshard.generation.weight_placement import Placement
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import parse_json
+from jshard.system.formatting import one_line
 
 _CHUNK = 16  # tokens between two looks for stops
 _SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jshard.cli.formatting import did_you_mean, one_line
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.formatting import did_you_mean, one_line
 
 ROWS = 32  # requests that are computed together
 

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes
-from jshard.errors import UserError
 from jshard.layout.capacity import device_limit, host_bytes
+from jshard.system.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes
+from jshard.system.errors import UserError
 
 # Of what an allocator may hand out; the rest is for batches that wait, for metrics, and
 # for gaps between arrays.

@@ -11,13 +11,13 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.cli.formatting import format_bytes
 from jshard.config.run_config import Config
 from jshard.config.shared_keys import FIT
-from jshard.errors import UserError
 from jshard.fit.memory_choice import Candidate, is_open
 from jshard.fsdp.mesh import EXPERT, hosts_of
 from jshard.plan.start_up import traffic
+from jshard.system.errors import UserError
+from jshard.system.formatting import format_bytes
 
 
 def with_experts(

@@ -10,8 +10,6 @@ from jax.sharding import Mesh
 
 from jshard.config.run_config import Config, flatten, is_within
 from jshard.config.shared_keys import FIT, FITTED
-from jshard.distributed.peers import Peers
-from jshard.errors import UserError
 from jshard.fit.device_memory import compiled_bytes, usable_bytes
 from jshard.fit.memory_choice import (
     Candidate,
@@ -29,6 +27,8 @@ from jshard.run.resume import (
     changed_keys,
     read_config,
 )
+from jshard.system.errors import UserError
+from jshard.system.jobs.peers import Peers
 
 # Keys and groups on which a step's memory depends.
 _OF_STEP = ("model", "batch_size", "policy", "optimizer", "compiler_options")

@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.untrusted import read_json
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import read_json
 
 # Dense bf16 peak in FLOP/s with sums in float32, from the vendor's data sheets (for
 # GeForce and RTX: white papers of GA102 and Ada). The first name that is part of

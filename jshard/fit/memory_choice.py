@@ -13,15 +13,15 @@ from typing import Any, Generic, TypeVar
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.cli.formatting import format_bytes
 from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT, FITTED
-from jshard.errors import UserError
 from jshard.fit.device_memory import step_bytes
 from jshard.fit.hardware import GPUS, overlapped
 from jshard.fsdp.mesh import stages_of
 from jshard.layout.capacity import state_bytes
 from jshard.plan.start_up import product_flops, traffic
+from jshard.system.errors import UserError
+from jshard.system.formatting import format_bytes
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.errors import UserError
 from jshard.four_bit.codes import BLOCK, FourBit
 from jshard.fsdp.mesh import shard_axes, shards_of
 from jshard.fsdp.policy import Policy
@@ -21,6 +20,7 @@ from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.specs import shard_dim
 from jshard.layout.variables import own_dtypes
+from jshard.system.errors import UserError
 
 FOUR_BIT = "four_bit"  # metadata key of a parameter in 4 bits: its FourBit
 _KEPT = ("bias", "embedding")  # names of parameters that no product reads

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.mesh import manual_axes
 from jshard.fsdp.program.traced import Needs
 from jshard.fsdp.state import ModelArrays
@@ -16,6 +15,7 @@ from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means, seeds
 from jshard.nn.maximum import before_all
+from jshard.system.compat.jaxprs import without_dead_code
 
 # (the arrays of a batch, and the index of each micro-batch): (micro-batches, ...) each
 Micro = tuple[Any, jax.Array]

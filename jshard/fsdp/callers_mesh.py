@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

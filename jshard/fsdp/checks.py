@@ -12,8 +12,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.compat.absent_gpus import cudnn_version
-from jshard.errors import UserError, some_of
 from jshard.float8.formats import FORMATS
 from jshard.fsdp.mesh import (
     CONTEXT,
@@ -32,6 +30,8 @@ from jshard.layout.padding import exact_types
 from jshard.layout.state_layout import Layout
 from jshard.layout.variables import array_name, variables
 from jshard.optim.stacks.layers_apart import check_layers
+from jshard.system.compat.absent_gpus import cudnn_version
+from jshard.system.errors import UserError, some_of
 from jshard.unit.modules import Stack, is_unit, own_paths
 
 # Variables that calls of a model change or draw from; they have no gradients.

@@ -11,7 +11,6 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.compat import xla_options
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
 from jshard.fsdp import checks, given, step
@@ -33,6 +32,7 @@ from jshard.nn.loss import Means
 from jshard.optim import nnx_optimizer
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
+from jshard.system.compat import xla_options
 from jshard.unit.model import of_one_device
 
 
@@ -51,7 +51,7 @@ class FSDP:
         ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
         not say so itself, on a mesh with a "tensor" axis.
       compiler_options: XLA options for the jitted steps, which override jshard's
-        (``jshard.compat.xla_options``); None leaves an option to XLA.
+        (``jshard.system.compat.xla_options``); None leaves an option to XLA.
 
     Raises:
       UserError: the mesh lacks an axis, the policy does not fit it, or a unit no type.

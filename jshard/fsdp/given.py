@@ -12,12 +12,12 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from jshard.compat.flax_modules import is_pytree, record, unrecorded
-from jshard.errors import UserError
 from jshard.fsdp.callers_mesh import taken
 from jshard.fsdp.state import check_kept
 from jshard.layout.specs import is_annotated
 from jshard.layout.variables import expose_arrays, reachable, variables
+from jshard.system.compat.flax_modules import is_pytree, record, unrecorded
+from jshard.system.errors import UserError
 from jshard.unit.calls import variables_in
 
 _LINEN = "a Flax Linen module; wrap it in jshard.linen.Model (docs/how_to/linen.md)"

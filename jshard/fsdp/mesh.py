@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jshard.errors import UserError
 from jshard.fsdp.callers_mesh import of_auto_axes
 from jshard.fsdp.scopes import within
 from jshard.pipe.in_stages import stages_here
+from jshard.system.errors import UserError
 
 REPLICA = "replica"
 FSDP = "fsdp"

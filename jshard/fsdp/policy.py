@@ -5,9 +5,9 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jshard.cli.knob import Knob, described, knob, knobs
-from jshard.errors import UserError
 from jshard.fsdp.precision import Precision
+from jshard.system.cli.knob import Knob, described, knob, knobs
+from jshard.system.errors import UserError
 
 POLICIES = ("full", "attention", "dots", "none")
 # The name of what a flash attention kernel reads; "attention" and "dots" keep it.

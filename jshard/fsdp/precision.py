@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.cli.knob import described, knob, knobs
-from jshard.errors import UserError
+from jshard.system.cli.knob import described, knob, knobs
+from jshard.system.errors import UserError
 
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")

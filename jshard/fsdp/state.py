@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from jshard.errors import UserError
 from jshard.fsdp.callers_mesh import all_on, given_back, own_mesh, taken
+from jshard.system.errors import UserError
 
 
 @jax.tree_util.register_dataclass

@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec
 from jshard.collectives.gather import all_gather
 from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
-from jshard.compat.jaxprs import replay
-from jshard.errors import UserError
 from jshard.fsdp.accumulate import accumulate, first_of, split
 from jshard.fsdp.mesh import (
     axes_of,
@@ -48,6 +46,8 @@ from jshard.pipe.in_stages import in_stages
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
+from jshard.system.compat.jaxprs import replay
+from jshard.system.errors import UserError
 from jshard.unit.calls import own_containers
 from jshard.unit.model import (
     gather_root,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def check_decodes(model: Any) -> None:

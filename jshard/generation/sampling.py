@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

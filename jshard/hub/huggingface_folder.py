@@ -8,9 +8,6 @@ from typing import Any
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.selected.run_address import find_run, names_step
-from jshard.checkpoint.untrusted import read_json
-from jshard.cli.paths import is_bucket
-from jshard.errors import UserError, some_of
 from jshard.hub.online.download import cached, download, has_file, local_path
 from jshard.hub.online.failures import lacks
 from jshard.hub.online.names import parse
@@ -18,6 +15,9 @@ from jshard.hub.quantised.methods import WHAT_WORKS, problem_of_config
 from jshard.hub.safetensors_file import weight_files
 from jshard.hub.safetensors_read import is_safetensors
 from jshard.hub.safetensors_write import INDEX, SINGLE
+from jshard.system.cli.paths import is_bucket
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import read_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER = (

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jshard.checkpoint.stored_arrays import open_stored
-from jshard.errors import UserError
 from jshard.hub.tensor_names import Index, tensor_names
 from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A, B, scale
+from jshard.system.errors import UserError
 
 PARTS = (f".{A}", f".{B}", f".{MAGNITUDE}")
 

@@ -23,8 +23,6 @@ from jshard.checkpoint.orbax.matching import OrbaxMatch, match
 from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps
 from jshard.checkpoint.stored_arrays import check, load_parameters, match_parameters
-from jshard.cli.paths import check_path
-from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
@@ -35,6 +33,8 @@ from jshard.hub.safetensors_read import (
 )
 from jshard.hub.tied_heads import other_head
 from jshard.optim import counts
+from jshard.system.cli.paths import check_path
+from jshard.system.errors import UserError
 
 # How the names of what is read begin, but for frozen parameters.
 _BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.errors import UserError
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.names import parse
 from jshard.hub.tensor_names import Layers, tensor_names
 from jshard.nn.adapted import ALPHA, LAYERS, MAGNITUDE, STABILIZED, A, B
+from jshard.system.errors import UserError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

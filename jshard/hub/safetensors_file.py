@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jshard.checkpoint.untrusted import (
+from jshard.hub.quantised import fp8, mxfp4
+from jshard.hub.safetensors_write import INDEX, SINGLE
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import (
     POINTER,
     is_pointer,
     parse_json,
     path_inside,
     read_json,
 )
-from jshard.errors import UserError
-from jshard.hub.quantised import fp8, mxfp4
-from jshard.hub.safetensors_write import INDEX, SINGLE
 
 FP8 = "F8_E4M3"
 DTYPES: dict[str, Any] = {

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.errors import UserError, some_of
 from jshard.fsdp.callers_mesh import given_back, own_mesh
 from jshard.fsdp.mesh import (
     axes_of,
@@ -25,6 +24,7 @@ from jshard.fsdp.mesh import (
     named_sizes,
     stages_of,
 )
+from jshard.system.errors import UserError, some_of
 
 
 def split_batch(local_batch: Any, mesh: Mesh, *, whole: bool = False) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jshard.cli.formatting import format_bytes
-from jshard.errors import UserError
 from jshard.layout.memory_kinds import HOST
+from jshard.system.errors import UserError
+from jshard.system.formatting import format_bytes
 
 # Where Linux says how much a container may use: control groups of both versions.
 _LIMITS = ("memory.max", "memory/memory.limit_in_bytes")

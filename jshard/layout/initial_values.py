@@ -16,9 +16,6 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.compat.coordination import compile_together, processes_of
-from jshard.compat.jaxprs import without_unused
-from jshard.errors import UserError
 from jshard.fsdp.mesh import shard_axes, shards_of
 from jshard.fsdp.policy import Policy
 from jshard.layout import layer_dims as layers
@@ -26,6 +23,9 @@ from jshard.layout.capacity import shard_bytes
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.specs import LOOKED_UP, is_annotated, mark_table
 from jshard.layout.variables import variables
+from jshard.system.compat.coordination import compile_together, processes_of
+from jshard.system.compat.jaxprs import without_unused
+from jshard.system.errors import UserError
 
 
 def prepare(

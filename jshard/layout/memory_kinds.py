@@ -5,9 +5,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.compat.programs import primitives
-from jshard.errors import UserError
 from jshard.fsdp.policy import Policy
+from jshard.system.compat.programs import primitives
+from jshard.system.errors import UserError
 
 HOST = "pinned_host"  # JAX's name for the memory kind.
 

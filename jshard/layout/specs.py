@@ -9,7 +9,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard.errors import UserError
 from jshard.fsdp.mesh import (
     AXES,
     FSDP,
@@ -24,6 +23,7 @@ from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import Padding, padded_dim, shape_of_layer
 from jshard.layout.placement import Placement
 from jshard.parallel.splits import WHOLE, Parts
+from jshard.system.errors import UserError
 
 # Metadata key of an embedding table that is a Unit of its own.
 LOOKED_UP = "looked_up"

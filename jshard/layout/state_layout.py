@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.errors import UserError
 from jshard.four_bit.base import four_bit_of
 from jshard.fsdp.mesh import axes_of, names_of, shard_axes, stages_of
 from jshard.fsdp.policy import Policy
@@ -28,6 +27,7 @@ from jshard.layout.specs import (
 )
 from jshard.layout.variables import own_dtypes
 from jshard.parallel.splits import WHOLE, Parts, Split, find_splits
+from jshard.system.errors import UserError
 
 Path = tuple[Any, ...]  # The path of a variable in the model.
 

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.errors import UserError
 from jshard.four_bit.base import over_layers
 from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device
 from jshard.layout.padding import exact, pad
 from jshard.layout.variables import of_class
+from jshard.system.errors import UserError
 from jshard.unit.modules import is_unit, unit_class
 
 # Names of the parameters: of A and B, and DoRA's magnitudes.

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jshard.compat.cudnn_calls import packed_attention
-from jshard.errors import UserError
 from jshard.fsdp.mesh import capability
 from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
 from jshard.parallel.context import on_whole_sequences
+from jshard.system.compat.cudnn_calls import packed_attention
+from jshard.system.errors import UserError
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blockwise")
 # Scopes of the kernels, and what the start-up note says of them.

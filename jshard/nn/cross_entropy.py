@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.errors import UserError
 from jshard.fsdp.mesh import TENSOR, on_gpus, sequence_axes
 from jshard.fsdp.precision import is_float
 from jshard.nn.loss import Mean
+from jshard.system.errors import UserError
 
 
 def cross_entropy(

@@ -10,7 +10,6 @@ from flax import nnx
 from jax import lax
 
 from jshard.collectives.microbatch import current_microbatch
-from jshard.errors import UserError
 from jshard.fsdp.mesh import (
     OUTSIDE_IN,
     context_size,
@@ -21,6 +20,7 @@ from jshard.fsdp.mesh import (
 from jshard.layout.variables import is_variable
 from jshard.parallel.tensor import within_tensor_parallel
 from jshard.pipe.in_stages import stages_here
+from jshard.system.errors import UserError
 
 
 class DropoutKey(nnx.Variable):

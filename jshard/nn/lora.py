@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.errors import UserError, some_of
 from jshard.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
 from jshard.layout.variables import replace
 from jshard.nn import adapted
 from jshard.nn.dropout import Dropout
+from jshard.system.errors import UserError, some_of
 from jshard.unit.modules import Stack, is_unit
 
 # Uniform in +-1/sqrt(inputs), as in PEFT: He et al. 2015, arXiv:1502.01852, for leaky

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.errors import UserError
 from jshard.fsdp.mesh import sequence_axes
 from jshard.nn.loss import Loss, Mean
+from jshard.system.errors import UserError
 
 DPO_KINDS = ("dpo", "robust", "hinge", "ipo")
 SMOOTHED = ("dpo", "robust")

@@ -13,11 +13,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jshard.errors import UserError
 from jshard.fsdp.state import TrainState, check_kept
 from jshard.layout.padding import exact_types
 from jshard.layout.transfer import as_read, put
 from jshard.layout.variables import is_variable
+from jshard.system.errors import UserError
 
 
 def transformation(optimizer: Any) -> Any:

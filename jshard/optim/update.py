@@ -10,7 +10,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.errors import UserError
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.precision import at_least_float32, updated_in
 from jshard.fsdp.scopes import UPDATE
@@ -29,6 +28,7 @@ from jshard.optim.stacks.known import (
 )
 from jshard.optim.streamed_update import streamed_update
 from jshard.optim.whole_layers import sharded_update
+from jshard.system.errors import UserError
 
 # (parameters, optimizer's state, averages or None)
 Moving = tuple[nnx.State, Any, nnx.State | None]

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.errors import UserError
 from jshard.fsdp.mesh import EXPERT, manual_axes, on_gpus
 from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
+from jshard.system.errors import UserError
 
 
 def on_experts(

@@ -10,12 +10,12 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.compat import jaxprs
-from jshard.compat.programs import lines
-from jshard.errors import UserError
 from jshard.fsdp.mesh import TENSOR
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
+from jshard.system.compat import jaxprs
+from jshard.system.compat.programs import lines
+from jshard.system.errors import UserError
 from jshard.unit.dataflow import dependencies, through, union
 
 # Kinds of arrays: computed without split weights; a split weight; a device's features

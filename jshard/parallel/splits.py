@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jshard.errors import UserError, some_of
 from jshard.fsdp.mesh import EXPERT, TENSOR
 from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.variables import variables
+from jshard.system.errors import UserError, some_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.errors import UserError
 from jshard.fsdp.mesh import (
     TENSOR,
     on_gpus,
@@ -33,6 +32,7 @@ from jshard.fsdp.mesh import (
 )
 from jshard.fsdp.precision import is_float
 from jshard.fsdp.scopes import BESIDE_TOKENS, TENSOR_PARALLEL
+from jshard.system.errors import UserError
 
 _PARTS = 2  # four hide no more (docs/log/axes_and_pipelines.md)
 

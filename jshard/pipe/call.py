@@ -18,16 +18,16 @@ from jax import lax
 from jax.extend import core
 
 from jshard.collectives.gather import gather
-from jshard.compat import jaxprs
-from jshard.compat.programs import lines
-from jshard.compat.programs.primitives import placeholder
-from jshard.errors import UserError
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.policy import UnitPolicy
 from jshard.fsdp.scopes import LAYERS as LAYERS_SCOPE
 from jshard.layout.placement import Placement
 from jshard.pipe.schedule import parts_of
 from jshard.pipe.stages import Stages
+from jshard.system.compat import jaxprs
+from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.primitives import placeholder
+from jshard.system.errors import UserError
 from jshard.unit import pipeline, stack
 from jshard.unit.dataflow import dependencies
 from jshard.unit.layers import Segment, put_layer, with_consts

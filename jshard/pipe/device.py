@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.compat.jaxprs import without_dead_code
 from jshard.fsdp.accumulate import first_of
 from jshard.fsdp.mesh import PIPE
 from jshard.fsdp.precision import is_float
@@ -26,6 +25,7 @@ from jshard.nn.loss import Mean
 from jshard.nn.maximum import Max, before_all, combined
 from jshard.pipe.call import Split
 from jshard.pipe.schedule import FORWARD, NONE, Schedule, one_forward_one_backward
+from jshard.system.compat.jaxprs import without_dead_code
 from jshard.unit.layers import layer_of, put_layer
 from jshard.unit.linearize import Inputs, differentiable, merge, select
 

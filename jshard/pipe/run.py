@@ -8,8 +8,6 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.compat.jaxprs import without_dead_code
-from jshard.errors import UserError
 from jshard.fsdp.accumulate import Micro
 from jshard.fsdp.mesh import PIPE, manual_axes
 from jshard.fsdp.state import ModelArrays
@@ -19,6 +17,8 @@ from jshard.nn.loss import Loss, Mean, seeds
 from jshard.nn.maximum import Max, combined
 from jshard.pipe.call import Split, split_program
 from jshard.pipe.device import Stage, pick
+from jshard.system.compat.jaxprs import without_dead_code
+from jshard.system.errors import UserError
 
 
 def pipelined(

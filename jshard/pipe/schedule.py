@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 IDLE, FORWARD, BACKWARD = 0, 1, 2  # the first part of a backward; others follow
 NONE = -1  # no slot

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jshard.errors import UserError
 from jshard.fsdp.mesh import stages_of
 from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.layer_dims import layer_dims, stack_of
+from jshard.system.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

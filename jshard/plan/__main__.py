@@ -17,17 +17,9 @@ from typing import Any
 
 import jax
 
-from jshard.checkpoint.atomic import replace_file
-from jshard.cli.command import run_command
-from jshard.cli.machine.platform import choose_platform, make_cpu_devices
-from jshard.cli.machine.quiet import without_remarks
-from jshard.cli.options import Command, Option
-from jshard.cli.paths import is_remote
-from jshard.cli.terminal import show
 from jshard.config.overrides import keys_help, read_words
 from jshard.config.run_config import complete, flatten
 from jshard.config.shared_keys import FITTED
-from jshard.errors import UserError
 from jshard.fit.hardware import find_constants
 from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.hub.online.outputs import names_at, write_text
@@ -43,6 +35,14 @@ from jshard.recipe.epochs import set_epochs, take_epochs
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 from jshard.recipe.recipe_path import RECIPE_OPTIONS
+from jshard.system.cli.command import run_command
+from jshard.system.cli.machine.platform import choose_platform, make_cpu_devices
+from jshard.system.cli.machine.quiet import without_remarks
+from jshard.system.cli.options import Command, Option
+from jshard.system.cli.paths import is_remote
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
+from jshard.system.files.atomic import replace_file
 
 DOES_NOT_FIT = 3
 _FILE: dict[str, Any] = {

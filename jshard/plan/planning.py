@@ -8,7 +8,6 @@ import jax
 from jax.extend import core
 
 from jshard.config.run_config import Config
-from jshard.errors import UserError
 from jshard.fit.device_memory import usable_bytes
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.hardware import FITTED, Constants, short_name
@@ -26,6 +25,7 @@ from jshard.plan.start_up import has_experts, network_axes
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_mesh
 from jshard.recipe.definition import Recipe
+from jshard.system.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

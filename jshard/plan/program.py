@@ -9,7 +9,6 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from jshard.config.run_config import Config
-from jshard.errors import UserError
 from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
 from jshard.fsdp.checks import check_precisions
 from jshard.fsdp.mesh import (
@@ -22,6 +21,7 @@ from jshard.layout.batch import divisor_of_examples, nearest
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.definition import Recipe
+from jshard.system.errors import UserError
 
 ATTACHED = "attached"
 

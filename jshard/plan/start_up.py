@@ -12,9 +12,6 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jshard.cli.formatting import format_bytes
-from jshard.compat.jaxprs import axes_of, groups_of, scopes_of
-from jshard.errors import some_of
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
 from jshard.fsdp.mesh import axes_of as mesh_axes
@@ -35,6 +32,9 @@ from jshard.nn.dropout import plain_streams
 from jshard.pipe.schedule import bubble
 from jshard.pipe.stages import divide
 from jshard.plan.state_note import parameters, placed
+from jshard.system.compat.jaxprs import axes_of, groups_of, scopes_of
+from jshard.system.errors import some_of
+from jshard.system.formatting import format_bytes
 from jshard.unit.model import make_units
 
 _KINDS = {

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.cli.formatting import format_bytes
-from jshard.errors import some_of
 from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
 from jshard.fsdp.mesh import shards_of
 from jshard.fsdp.state import TrainState
@@ -19,6 +17,8 @@ from jshard.layout.memory_kinds import HOST
 from jshard.layout.padding import exact_types, padding_now
 from jshard.layout.state_layout import Layout
 from jshard.optim.per_layer import PerLayerState
+from jshard.system.errors import some_of
+from jshard.system.formatting import format_bytes
 from jshard.unit.modules import own_paths
 
 

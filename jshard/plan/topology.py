@@ -11,11 +11,11 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jshard.cli.machine.quiet import has_cuda_plugin as has_plugin
-from jshard.compat import absent_gpus
-from jshard.errors import UserError
 from jshard.fit.hardware import GPU, GPUS
 from jshard.nn.attention import ABSENT_GPU
+from jshard.system.cli.machine.quiet import has_cuda_plugin as has_plugin
+from jshard.system.compat import absent_gpus
+from jshard.system.errors import UserError
 
 CUDNN = (9, 11, 0)  # JAX asks for 9.8, and for 9.11 to attend on B300 and GB300
 CUDA = (12, 9, 0)

@@ -15,7 +15,6 @@ from jshard.config.run_config import Config
 from jshard.config.shared_keys import FIT
 from jshard.data.dataset import first_example, make_training_data
 from jshard.data.examples import count_items
-from jshard.errors import UserError
 from jshard.fsdp import mesh as meshes
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.mesh import batch_spec
@@ -23,6 +22,7 @@ from jshard.fsdp.policy import Policy
 from jshard.fsdp.state import Step, TrainState
 from jshard.recipe import contract
 from jshard.recipe.definition import Recipe
+from jshard.system.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)

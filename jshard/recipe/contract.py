@@ -15,8 +15,8 @@ import optax
 from flax import nnx
 
 from jshard.config.run_config import Config
-from jshard.errors import UserError
 from jshard.recipe.learning_rate import by_step
+from jshard.system.errors import UserError
 
 ARGUMENTS = {
     "get_config": (),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import cloudpickle
 
-from jshard.errors import UserError
 from jshard.recipe.definition import Recipe, recipe_of
 from jshard.recipe.recipe_path import find_recipe, split_path
+from jshard.system.errors import UserError
 
 __all__ = ["find_recipe", "load_recipe", "open_recipe", "own_folder"]
 

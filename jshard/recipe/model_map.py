@@ -30,15 +30,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jshard.checkpoint.untrusted import read_json
-from jshard.cli.knob import Knob
 from jshard.config.keys import Key
 from jshard.config.run_config import Config, declarations
-from jshard.errors import UserError, some_of
 from jshard.hub import huggingface_folder as folders
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.download import cached_path, local_path
 from jshard.hub.tied_heads import other_head
+from jshard.system.cli.knob import Knob
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import read_json
 
 FROM, IGNORE = "from", "ignore"  # keys in the group `model`
 SOURCE, IGNORED = f"model.{FROM}", f"model.{IGNORE}"

@@ -6,7 +6,7 @@ import optax
 
 from jshard.config.keys import Key
 from jshard.config.run_config import Config
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 SCHEDULES = ("cosine", "cosine_with_restarts", "linear", "constant", "wsd")
 

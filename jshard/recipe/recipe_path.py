@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from jshard.cli.options import Option
-from jshard.errors import UserError
+from jshard.system.cli.options import Option
+from jshard.system.errors import UserError
 
 # Of the commands that run a recipe.
 RECIPE_OPTIONS = {

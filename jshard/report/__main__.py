@@ -6,14 +6,14 @@ from pathlib import Path
 from jshard.checkpoint.restore import is_step
 from jshard.checkpoint.selected.run_address import find_run
 from jshard.checkpoint.step_folders import CHECKPOINTS
-from jshard.cli.command import run_command
-from jshard.cli.machine.platform import use_cpu
-from jshard.cli.options import STEP, Command, Option
-from jshard.cli.paths import is_bucket
-from jshard.cli.terminal import show
-from jshard.errors import UserError
 from jshard.report.run_files import METRICS
 from jshard.report.run_report import REPORT, write_report
+from jshard.system.cli.command import run_command
+from jshard.system.cli.machine.platform import use_cpu
+from jshard.system.cli.options import STEP, Command, Option
+from jshard.system.cli.paths import is_bucket
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
 
 COMMAND = Command(
     "report",

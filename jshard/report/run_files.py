@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.untrusted import parse_json, path_inside, read_json
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import parse_json, path_inside, read_json
 
 METRICS = "metrics.jsonl"  # in a run's folder, and copied to each checkpoint
 _PNG = b"\x89PNG\r\n\x1a\n"

@@ -8,22 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.selected.best_step import Best, best_of
 from jshard.checkpoint.step_folders import CHECKPOINTS
-from jshard.cli.formatting import format_count
 from jshard.config.run_config import flatten
 from jshard.recipe.recipe_path import short_name, split_path
-from jshard.report.charts import line_chart
-from jshard.report.page import (
-    cards,
-    document,
-    folded,
-    pictures,
-    section,
-    table,
-    tiles,
-)
 from jshard.report.run_files import (
     printable,
     read_numbers,
@@ -32,6 +20,18 @@ from jshard.report.run_files import (
 )
 from jshard.report.save_table import format_wait, save_table
 from jshard.report.series import Points, Series
+from jshard.system.files.atomic import replace_file
+from jshard.system.formatting import format_count
+from jshard.system.pages.charts import line_chart
+from jshard.system.pages.page import (
+    cards,
+    document,
+    folded,
+    pictures,
+    section,
+    table,
+    tiles,
+)
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from jshard.checkpoint.selected.best_step import Best
-from jshard.cli.formatting import format_bytes
-from jshard.report.page import table
 from jshard.report.series import Series
+from jshard.system.formatting import format_bytes
+from jshard.system.pages.page import table
 
 
 def save_table(series: Mapping[str, Series], best: Best | None) -> str:

@@ -5,8 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-from jshard.checkpoint.atomic import replacing
-from jshard.cli.paths import not_by_a_link
+from jshard.system.cli.paths import not_by_a_link
+from jshard.system.files.atomic import replacing
 
 
 class AppendedFile:

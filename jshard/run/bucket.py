@@ -15,9 +15,9 @@ from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
 from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.selected.run_address import names_step
 from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps, step_folder
-from jshard.cli.paths import check_path, is_bucket
-from jshard.errors import RunFailed, UserError
 from jshard.run.background import Background
+from jshard.system.cli.paths import check_path, is_bucket
+from jshard.system.errors import RunFailed, UserError
 
 
 class RunInBucket:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from jshard.cli.terminal import is_terminal
+from jshard.system.cli.terminal import is_terminal
 
 
 class LiveLine(Progress):

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import IO
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 _FILE = ".lock"
 _held: weakref.WeakSet[IO[str]] = weakref.WeakSet()

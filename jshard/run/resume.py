@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.untrusted import read_json
 from jshard.config.run_config import MEANING, Config, flatten, is_within
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import read_json
 
 Changes = Mapping[str, tuple[Any, Any]]  # old and new value by flattened key
 

@@ -13,8 +13,6 @@ from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config, flatten
 from jshard.data.position import read_position
-from jshard.distributed.peers import Peers
-from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.report.run_files import read_metrics
 from jshard.run.metrics_lines import Line, Metrics, look_through
@@ -26,6 +24,8 @@ from jshard.run.resume import (
     read_config,
     read_notes,
 )
+from jshard.system.errors import UserError
+from jshard.system.jobs.peers import Peers
 
 STOPPED = "stopped"  # the note of a run that a hook ended
 RUN = "run"  # the note that tells a run from another one in the same folder

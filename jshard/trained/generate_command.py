@@ -12,16 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.checkpoint.untrusted import parse_json
-from jshard.cli.command import read_text, run_command
-from jshard.cli.formatting import printable
-from jshard.cli.options import Command, Option
-from jshard.cli.terminal import show
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.errors import UserError
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import NOTHING
 from jshard.generation.prompts import check_prompts, is_encoder_decoder
+from jshard.system.cli.command import read_text, run_command
+from jshard.system.cli.options import Command, Option
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import parse_json
+from jshard.system.formatting import printable
 from jshard.trained.model_command import MODEL_OPTIONS, started
 from jshard.trained.weight_option import WEIGHTS, place_weights
 

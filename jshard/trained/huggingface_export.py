@@ -6,16 +6,16 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jshard.checkpoint.untrusted import read_json
-from jshard.cli.paths import path_problem
 from jshard.config.run_config import flatten
-from jshard.errors import UserError
 from jshard.hub import huggingface_folder as folders
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.merged_adapters import adapters
 from jshard.hub.online.download import cached_path
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.model_map import SOURCE, model_of, require_map
+from jshard.system.cli.paths import path_problem
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import read_json
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import jax
 
-from jshard.cli.machine.platform import cache_compilations, choose_platform
-from jshard.cli.machine.quiet import start_devices
-from jshard.cli.options import STEP, Option
-from jshard.cli.terminal import show
-from jshard.distributed import cluster
-from jshard.distributed.cluster import find_cluster
-from jshard.distributed.job import join
-from jshard.distributed.status import SILENCE
-from jshard.distributed.supervisor import supervise
 from jshard.hub.online.download import pin
+from jshard.system.cli.machine.platform import cache_compilations, choose_platform
+from jshard.system.cli.machine.quiet import start_devices
+from jshard.system.cli.options import STEP, Option
+from jshard.system.cli.terminal import show
+from jshard.system.jobs import cluster
+from jshard.system.jobs.cluster import find_cluster
+from jshard.system.jobs.job import join
+from jshard.system.jobs.status import SILENCE
+from jshard.system.jobs.supervisor import supervise
 from jshard.trained.trained_model import TrainedModel, open_model
 
 MODEL_OPTIONS = {

@@ -18,7 +18,6 @@ from jshard.checkpoint.restore import find_step
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
-from jshard.errors import UserError
 from jshard.fit.memory_choice import Candidate
 from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP
@@ -41,6 +40,7 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import IGNORED, SOURCE, find_map
 from jshard.run.source import find_source
+from jshard.system.errors import UserError
 from jshard.trained.huggingface_export import find_recipe_of
 
 # Recipes with the models of Hugging Face, by architecture, or by type where there is

@@ -2,11 +2,11 @@
 
 import jax
 
-from jshard.cli.formatting import format_bytes
-from jshard.cli.options import Option
-from jshard.errors import UserError
 from jshard.generation.weight_placement import Placement, replicated, sharded
 from jshard.layout.capacity import device_limit, host_bytes
+from jshard.system.cli.options import Option
+from jshard.system.errors import UserError
+from jshard.system.formatting import format_bytes
 from jshard.trained.model_command import note
 from jshard.trained.trained_model import TrainedModel
 

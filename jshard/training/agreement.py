@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.compat.versions import versions
 from jshard.config.run_config import Config, flatten
 from jshard.data.iterables import Stream
-from jshard.distributed.peers import Peers
-from jshard.errors import UserError
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import own_modules
 from jshard.run.start import Start
+from jshard.system.compat.versions import versions
+from jshard.system.errors import UserError
+from jshard.system.jobs.peers import Peers
 
 SHOWN = 3  # differences
 _LONGEST = 120  # characters of a line of a program

@@ -9,10 +9,7 @@ import jax
 from jshard.checkpoint.restore import CHECKPOINTS
 from jshard.checkpoint.selected.best_step import best_of
 from jshard.checkpoint.selected.run_address import BEST
-from jshard.cli.formatting import format_duration, one_line
-from jshard.cli.terminal import show
 from jshard.config.run_config import Config
-from jshard.distributed.peers import Peers
 from jshard.layout.batch import abstract_batch
 from jshard.plan.start_up import describe
 from jshard.recipe.make_config import changed_keys
@@ -21,6 +18,9 @@ from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import Start
+from jshard.system.cli.terminal import show
+from jshard.system.formatting import format_duration, one_line
+from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree_on_program
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jshard.errors import RunFailed
+from jshard.system.errors import RunFailed
 
 
 def check_finite(

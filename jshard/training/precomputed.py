@@ -9,16 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.checkpoint.atomic import replacing
 from jshard.config.run_config import Config
 from jshard.data.batches import batches, complete, eval_batches
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
-from jshard.errors import UserError
 from jshard.fsdp.fsdp import FSDP
 from jshard.fsdp.state import TrainState
 from jshard.layout.batch import rows_of_process
+from jshard.system.errors import UserError
+from jshard.system.files.atomic import replacing
 
 FILE = "precomputed.npz"  # in a run's folder
 _DIGESTS = "digests"

@@ -16,7 +16,6 @@ from jshard.data.batches import Batch
 from jshard.data.position import position_files, read_position
 from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import read_state, state_files
-from jshard.distributed.peers import Peers
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
 from jshard.fsdp.policy import Policy
@@ -29,6 +28,7 @@ from jshard.recipe.definition import Recipe
 from jshard.run.bucket import RunInBucket
 from jshard.run.source import Source, find_source
 from jshard.run.start import Start, find_start
+from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree, facts_of_jax
 from jshard.training.precomputed import Precomputed
 

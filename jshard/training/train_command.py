@@ -6,23 +6,23 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from jshard.cli.machine.platform import (
+from jshard.config.overrides import keys_help
+from jshard.config.run_config import complete
+from jshard.recipe.epochs import set_epochs, take_epochs
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config, pin_words, read_keys
+from jshard.run.bucket import open_workdir
+from jshard.system.cli.machine.platform import (
     cache_compilations,
     choose_platform,
     limit_collectives,
     make_cpu_devices,
 )
-from jshard.cli.machine.quiet import start_devices
-from jshard.cli.options import Command
-from jshard.cli.terminal import show
-from jshard.config.overrides import keys_help
-from jshard.config.run_config import complete
-from jshard.distributed.cluster import Cluster
-from jshard.distributed.job import join
-from jshard.recipe.epochs import set_epochs, take_epochs
-from jshard.recipe.load import open_recipe
-from jshard.recipe.make_config import make_config, pin_words, read_keys
-from jshard.run.bucket import open_workdir
+from jshard.system.cli.machine.quiet import start_devices
+from jshard.system.cli.options import Command
+from jshard.system.cli.terminal import show
+from jshard.system.jobs.cluster import Cluster
+from jshard.system.jobs.job import join
 
 _IMPORTED = time.time()
 

@@ -15,9 +15,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jshard.compat.flax_modules import is_pytree
-from jshard.compat.jaxprs import Static
-from jshard.errors import UserError
 from jshard.float8.products import Float8
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.variables import (
@@ -27,6 +24,9 @@ from jshard.layout.variables import (
     set_attribute,
     tracers_behind,
 )
+from jshard.system.compat.flax_modules import is_pytree
+from jshard.system.compat.jaxprs import Static
+from jshard.system.errors import UserError
 from jshard.unit.shards import combine_all, is_shard
 
 # (path of a module, name of an attribute) -> its new value

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.compat import jaxprs
+from jshard.system.compat import jaxprs
 
 # rule(eqn, bits of the inputs) -> bits of the outputs, or None for those that follow
 # from the equation's inner jaxpr or, without one, from all of its inputs.

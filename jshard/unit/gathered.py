@@ -6,8 +6,8 @@ import jax
 from flax import nnx
 
 from jshard.collectives.gather import gather
-from jshard.errors import UserError
 from jshard.layout.placement import Placement
+from jshard.system.errors import UserError
 from jshard.unit.linearize import select
 from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers
 from jshard.unit.unit import barrier, reduce, scatter

@@ -18,9 +18,6 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.collectives.gather import gather
-from jshard.compat import jaxprs
-from jshard.compat.programs import lines
-from jshard.errors import UserError
 from jshard.fsdp.policy import (
     ATTENTION_OPERANDS,
     INPUTS,
@@ -31,6 +28,9 @@ from jshard.fsdp.policy import (
 from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
 from jshard.parallel.partial_sums import check_partial_sums
+from jshard.system.compat import jaxprs
+from jshard.system.compat.programs import lines
+from jshard.system.errors import UserError
 from jshard.unit.dataflow import dependencies
 
 

@@ -12,8 +12,6 @@ import jax
 from flax import nnx
 
 from jshard.collectives.gather import all_gather
-from jshard.compat.flax_modules import Derived, derived
-from jshard.errors import UserError
 from jshard.float8.products import fits, take_float8
 from jshard.fsdp.mesh import AXES, manual_axes, names_of
 from jshard.fsdp.policy import Policy, Reshard, UnitPolicy
@@ -23,6 +21,8 @@ from jshard.layout.placement import Placement
 from jshard.layout.variables import of_class, replace, variables
 from jshard.parallel.tensor import tensor_parallel
 from jshard.pipe.stages import Stages
+from jshard.system.compat.flax_modules import Derived, derived
+from jshard.system.errors import UserError
 from jshard.unit.modules import (
     Stack,
     Unit,

@@ -18,9 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.collectives.embedding import is_cheaper, look_up
-from jshard.compat.flax_modules import Derived, derived
-from jshard.compat.jaxprs import Static
-from jshard.errors import UserError
 from jshard.float8.products import Float8
 from jshard.float8.weights import in_float8
 from jshard.fsdp.policy import UnitPolicy
@@ -35,6 +32,9 @@ from jshard.layout.variables import (
 )
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
+from jshard.system.compat.flax_modules import Derived, derived
+from jshard.system.compat.jaxprs import Static
+from jshard.system.errors import UserError
 from jshard.unit import calls
 from jshard.unit.shards import (
     as_full,

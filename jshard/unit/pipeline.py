@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.gather import gather
-from jshard.compat.xla_options import GATHERS_LATE
 from jshard.fsdp.mesh import REPLICA
 from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
+from jshard.system.compat.xla_options import GATHERS_LATE
 from jshard.unit import layers
 from jshard.unit.linearize import Inputs, select
 from jshard.unit.unit import barrier, gather_again, reduce, scatter

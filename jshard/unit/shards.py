@@ -22,12 +22,12 @@ import numpy as np
 from flax import nnx
 
 from jshard.collectives.gather import all_gather
-from jshard.compat.jaxprs import Static
-from jshard.compat.programs import lines
-from jshard.errors import UserError
 from jshard.fsdp.scopes import within
 from jshard.layout.placement import Placement
 from jshard.layout.variables import opened
+from jshard.system.compat.jaxprs import Static
+from jshard.system.compat.programs import lines
+from jshard.system.errors import UserError
 
 # (name, user's line) of each weight that what is being traced gathers outside of its
 # unit, and the scope of that gather, by index.

@@ -10,7 +10,7 @@ import pytest
 
 from jshard.checkpoint import manifest, stored_arrays
 from jshard.checkpoint.buckets import arrays
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def sharded(values: np.ndarray) -> jax.Array:

@@ -14,9 +14,9 @@ from exports import init, save
 from jshard.checkpoint.buckets import files
 from jshard.data.text.text_data import text_data
 from jshard.data.text.token_writer import write_token_files
-from jshard.errors import RunFailed, UserError
 from jshard.export import export
 from jshard.plan.__main__ import main as plan
+from jshard.system.errors import RunFailed, UserError
 from small_tokenizer import TEXT, make_tokenizer
 
 PACKAGES = {S3: "s3fs", GCS: "gcsfs"}

@@ -11,7 +11,7 @@ from jshard.checkpoint import manifest
 from jshard.checkpoint.buckets import mirror, step_list
 from jshard.checkpoint.buckets.objects import BucketError, Objects
 from jshard.checkpoint.step_folders import find_steps
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def test_a_run_is_copied_without_its_arrays(there, tmp_path):

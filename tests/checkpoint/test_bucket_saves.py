@@ -19,7 +19,7 @@ from jshard.checkpoint.buckets.objects import BucketError, Objects, Overtaken
 from jshard.checkpoint.buckets.saves import BucketSaves
 from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.step_folders import find_steps
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def steps_of(there: Objects) -> list[int]:

@@ -22,7 +22,7 @@ from jshard.checkpoint.buckets.step_list import StepList
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.metadata import arrays_by_name
 from jshard.checkpoint.restore import find_damage, restore_state
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from known_states import abstract, check_state, make_state
 
 

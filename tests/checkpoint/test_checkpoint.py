@@ -34,7 +34,7 @@ from checkpoints import (
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer, Save
 from jshard.checkpoint.restore import find_damage, find_step
-from jshard.compat.versions import versions
+from jshard.system.compat.versions import versions
 
 MESHES = [(1, 8), (1, 4), (1, 2), (1, 1), (2, 4), (4, 2), (8, 1)]
 

@@ -12,7 +12,7 @@ import pytest
 from jshard.checkpoint.local import copy_files
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.pieces import Piece
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def label(owner: int = 0, step: int = 3, size: int = 4) -> Label:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jshard.checkpoint import metadata, untrusted
+from jshard.checkpoint import metadata
 from jshard.checkpoint.metadata import ALPHA, STABILIZED, array_name, checked, itemsize
-from jshard.checkpoint.untrusted import parse_json, read_json, read_text
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files import untrusted
+from jshard.system.files.untrusted import parse_json, read_json, read_text
 
 
 def described(name: str = "opt.w", **of_array: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import save_steps
-from jshard.checkpoint.atomic import replace_file, replacing
+from jshard.system.files.atomic import replace_file, replacing
 
 
 class Disk:

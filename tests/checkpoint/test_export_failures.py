@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 from exports import WIDTH, abstract, commands, init, save
 from jshard import export
 from jshard.checkpoint import stored_arrays
-from jshard.errors import UserError
 from jshard.hub.safetensors_read import load_safetensors
+from jshard.system.errors import UserError
 
 
 @pytest.fixture(scope="module")

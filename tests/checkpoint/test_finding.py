@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jshard.checkpoint import manifest, restore
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 @pytest.fixture

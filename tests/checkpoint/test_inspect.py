@@ -18,7 +18,7 @@ from checkpoints import at_step, data_file, flip_bit
 from jshard import inspect
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.cli import command
+from jshard.system.cli import command
 from known_states import abstract, make_state
 
 

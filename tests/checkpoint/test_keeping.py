@@ -9,7 +9,7 @@ import pytest
 from jshard.checkpoint import checkpointer as module
 from jshard.checkpoint.checkpointer import Checkpointer, Save, log
 from jshard.checkpoint.metadata import FILE
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def expired(folder: Path, steps: dict[int, float | None], newest: int, **options):

@@ -21,8 +21,8 @@ from damaged_files import Adapted
 from jshard.checkpoint.local import LocalCopies
 from jshard.checkpoint.local.exchange import _Server
 from jshard.checkpoint.local.pieces import neighbors
-from jshard.distributed.peers import Peers
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.jobs.peers import Peers
 from known_states import abstract, make_state
 from resumable import read_metrics
 from stopped_runs import RECIPE, train

@@ -16,8 +16,8 @@ from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.exchange import Exchange
 from jshard.checkpoint.local.local_copies import Copy, LocalCopies
 from jshard.checkpoint.local.pieces import Division, Key, Piece, copy_shards, divide
-from jshard.distributed.peers import Peers
-from jshard.errors import RunFailed, UserError
+from jshard.system.errors import RunFailed, UserError
+from jshard.system.jobs.peers import Peers
 from known_states import abstract, make_state
 
 SHARED = 2  # pieces that both processes have

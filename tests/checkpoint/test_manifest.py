@@ -7,7 +7,7 @@ import pytest
 
 from jshard.checkpoint import manifest
 from jshard.checkpoint.manifest import ManifestError
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 SIZES = {"state/a": 3, "state/d/b": 9, "state/d/c": 5, "state/e": 9}
 

@@ -15,8 +15,8 @@ from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.metadata import checked
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
-from jshard.errors import UserError
 from jshard.export import export
+from jshard.system.errors import UserError
 from jshard.trained.trained_model import _take
 from known_states import abstract, make_state
 

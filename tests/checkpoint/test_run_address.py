@@ -12,9 +12,9 @@ from jshard.checkpoint.buckets.objects import Objects
 from jshard.checkpoint.manifest import FILE as MANIFEST
 from jshard.checkpoint.selected.best_step import best_of
 from jshard.checkpoint.selected.run_address import find_run, names_step
-from jshard.errors import UserError
 from jshard.hub.huggingface_folder import is_somewhere, model_path
 from jshard.hub.online.names import parse
+from jshard.system.errors import UserError
 
 LOSSES = {5: 1.86, 30: 2.1, 60: 2.38}
 

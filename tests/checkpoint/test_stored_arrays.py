@@ -12,7 +12,7 @@ import tensorstore
 
 from jshard.checkpoint import frozen, stored_arrays
 from jshard.checkpoint.stored_arrays import check
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def wanted(**dtypes: str) -> dict[str, Any]:

@@ -19,15 +19,15 @@ import jshard.plan.topology
 import jshard.tokenize
 import jshard.train
 from jobs import environment
-from jshard.cli.knob import Knob
-from jshard.cli.paths import path_problem
 from jshard.config.overrides import override, read_words
 from jshard.config.run_config import SHARED, check, complete, declarations, flatten
 from jshard.data.text.text_data import text_data
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.recipe_path import packaged_recipes
+from jshard.system.cli.knob import Knob
+from jshard.system.cli.paths import path_problem
+from jshard.system.errors import UserError
 
 FILES = {file.name for file in packaged_recipes().glob("[!_]*.py")}
 RECIPES = sorted({*FILES, "llama.py:2-13b", "llama.py:3-8b"} - {"llama.py"})

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 from jshard.config.keys import Key
 from jshard.config.overrides import keys_help, override, read_words
 from jshard.config.run_config import check, complete, declarations, flatten
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def set_and_check(config, values):

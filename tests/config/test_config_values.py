@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
-from jshard.cli.knob import Knob
 from jshard.config.overrides import override
 from jshard.config.run_config import check, flatten
-from jshard.errors import UserError
+from jshard.system.cli.knob import Knob
+from jshard.system.errors import UserError
 
 # Values in Python.
 

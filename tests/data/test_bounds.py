@@ -19,7 +19,7 @@ from jshard.data.preferences.preference_data import _cut_off
 from jshard.data.text import bigram, token_writer
 from jshard.data.text.records import Slice
 from jshard.data.tokenizers import tokenizer as tokenizers
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from texts import piece
 
 # Token files.

@@ -17,7 +17,7 @@ from jshard.data.text.streamed_text import _Encoder
 from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.chat import _load_chat, load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from small_tokenizer import CHATML, make_tokenizer
 from texts import text, window
 

@@ -6,7 +6,7 @@ import pytest
 
 from jshard.data.tokenizers.chat import _load_chat, load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from small_tokenizer import CHATML, make_tokenizer
 
 pytest.importorskip("tokenizers")

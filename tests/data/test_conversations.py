@@ -17,7 +17,7 @@ from jshard.data.files.noting import noted
 from jshard.data.text.text_data import text_data
 from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from small_tokenizer import CHATML, make_tokenizer
 
 pytest.importorskip("tokenizers")

@@ -7,7 +7,7 @@ import pytest
 
 from jshard.data.text import corpus
 from jshard.data.tokenizers.tokenizer import ByteTokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from texts import enough, epoch, text, tokens_of, window, write_text
 
 decode = ByteTokenizer().decode

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jshard.cli.user_code import describe_user_error
 from jshard.data.batches import TrainingBatches, batches, eval_batches
 from jshard.data.position import position_files, read_position
-from jshard.errors import UserError
+from jshard.system.cli.user_code import describe_user_error
+from jshard.system.errors import UserError
 from texts import epoch, text, window
 
 PROCESS_COUNTS = (1, 2, 4)

@@ -17,7 +17,7 @@ from jshard.data.dataset import (
     make_validation_data,
 )
 from jshard.data.iterables import Once, Stream
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 ROWS = [{"tokens": [i, i + 1], "weight": 0.5} for i in range(5)]
 

@@ -16,7 +16,7 @@ from jshard.data.files.noting import noted
 from jshard.data.files.split_names import named_splits
 from jshard.data.text.corpus import corpus_files, split_corpus
 from jshard.data.tokenizers.tokenizer import ByteTokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from texts import text, tokens_of
 
 decode = ByteTokenizer().decode

@@ -17,7 +17,7 @@ from jshard.data.images.image_sources import (
     find_images,
     write_records,
 )
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 features = pytest.importorskip("PIL.features")

@@ -7,7 +7,7 @@ import pytest
 
 from jshard.data.files.noting import noted
 from jshard.data.images.image_sources import find_images, write_records
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 pytest.importorskip("PIL.Image", reason="needs Pillow")
 

@@ -11,7 +11,7 @@ from jshard.data import fingerprint
 from jshard.data.iterables import Stream, as_stream
 from jshard.data.places import Cursor
 from jshard.data.stream_reader import StreamReader
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 class Generator:

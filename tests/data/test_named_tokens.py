@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jshard.data.tokenizers.tokenizer import FileTokenizer, load_tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from small_tokenizer import EOS, TEXT, make_tokenizer
 
 pytest.importorskip("tokenizers")

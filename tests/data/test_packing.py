@@ -13,9 +13,9 @@ from hypothesis import given, settings
 
 from filled import filled
 from jshard.data.text.packing import best_fit
-from jshard.errors import UserError
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.system.errors import UserError
 from texts import text, window
 
 LINES = [f"Document {i} " + "is long " * (i % 5) + "and ends." for i in range(23)]

@@ -13,7 +13,7 @@ from jshard.data.preferences.preference_data import (
 )
 from jshard.data.stream_reader import StreamReader
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from small_tokenizer import CHATML, make_tokenizer
 
 T = 48

@@ -8,7 +8,7 @@ import pytest
 
 from jshard.data.mixture import parse_mixture
 from jshard.data.text.records import cut, read_records, read_texts
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from texts import text, tokens_of, window
 
 DOCUMENTS = [f"document {i} " + "x" * (i % 7) for i in range(40)] + ["文字 é"]

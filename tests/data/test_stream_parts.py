@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jshard.checkpoint.untrusted import MOST_JSON
 from jshard.data import stream_state
 from jshard.data.stream_reader import PartReader, StreamState, _difference
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import MOST_JSON
 
 
 class Batches:

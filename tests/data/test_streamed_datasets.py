@@ -16,7 +16,7 @@ from jshard.data.preferences.preference_data import named_preference_data
 from jshard.data.stream_reader import StreamReader
 from jshard.data.text import named_dataset, streamed_text
 from jshard.data.text.named_dataset import NamedDataset, Split
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 HELLO = [f"text {i}" for i in range(12)]
 

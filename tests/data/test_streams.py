@@ -16,7 +16,7 @@ from jshard.data.dataset import first_example
 from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import FILE, read_state, state_files
 from jshard.data.text.streamed_text import streamed_text
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from streams import (
     ROWS,
     SOURCES,

@@ -15,7 +15,7 @@ from jshard.data.text.records import Slice, cut, read_texts
 from jshard.data.text.token_files import make_header, map_tokens
 from jshard.data.text.windows import read_tokens
 from jshard.data.tokenizers.tokenizer import ByteTokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from texts import piece, text, tokens_of, window, write_tokens
 
 # Tokens and windows.

@@ -16,7 +16,7 @@ import pytest
 from jshard.data.text.corpus import UNFINISHED
 from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from small_tokenizer import TEXT, make_tokenizer
 from texts import text, tokens_of, window
 

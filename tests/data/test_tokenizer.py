@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jshard.data.tokenizers.byte_pieces import PieceTokenizer
 from jshard.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from small_tokenizer import EOS, TEXT, make_tokenizer
 from texts import text, tokens_of, window
 

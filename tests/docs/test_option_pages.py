@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jshard.cli.other_libraries import answers_of
 from jshard.config.run_config import flatten
 from jshard.recipes import finetune, preference
+from jshard.system.cli.other_libraries import answers_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONS = runpy.run_path(str(DOCS / "options.py"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli.commands import COMMANDS
 from jshard.config.shared_keys import SHARED
+from jshard.system.cli.commands import COMMANDS
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

@@ -12,11 +12,11 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.config.run_config import check, complete
-from jshard.errors import UserError
 from jshard.evaluate.__main__ import run_evaluate
 from jshard.evaluate.in_runs import RunTasks
 from jshard.evaluate.tasks import load_tasks
 from jshard.models.gpt import GPT, GPTConfig
+from jshard.system.errors import UserError
 from tiny_llama import CONFIG
 
 

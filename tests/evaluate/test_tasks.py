@@ -14,12 +14,12 @@ from flax import nnx
 import jshard
 from jobs import environment
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
 from jshard.evaluate.__main__ import run_evaluate
 from jshard.evaluate.tasks import load_tasks
 from jshard.generation import Sampling
 from jshard.generation.weight_placement import replicated
 from jshard.models.gpt import GPT, GPTConfig
+from jshard.system.errors import UserError
 from local_tasks import TASKS, write_tasks
 from small_tokenizer import CHATML, make_tokenizer
 from tiny_llama import make_llama

@@ -11,7 +11,6 @@ import pytest
 import jshard
 from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
-from jshard.distributed.peers import Peers
 from jshard.fit import fitted as fitted_job
 from jshard.fit.device_memory import (
     compiled_bytes,
@@ -24,6 +23,7 @@ from jshard.layout.capacity import state_bytes
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.system.jobs.peers import Peers
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 

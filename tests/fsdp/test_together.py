@@ -15,7 +15,7 @@ from jax._src import distributed
 import jshard
 from failures import WORDS
 from jobs import Job, write_recipe
-from jshard.compat.coordination import processes_of
+from jshard.system.compat.coordination import processes_of
 
 COUNTS: collections.defaultdict = collections.defaultdict(itertools.count)
 
@@ -37,7 +37,7 @@ def happened(monkeypatch):
 
     jax.devices()  # which a client makes otherwise
     monkeypatch.setattr(distributed.global_state, "client", Client())
-    monkeypatch.setattr("jshard.compat.coordination._waits", COUNTS)
+    monkeypatch.setattr("jshard.system.compat.coordination._waits", COUNTS)
     for module in ("fsdp.program.together", "layout.initial_values"):
         monkeypatch.setattr(f"jshard.{module}.processes_of", lambda devices: (0, 1))
     COUNTS.clear()

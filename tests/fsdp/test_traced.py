@@ -14,11 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard.errors import UserError
 from jshard.fsdp.program.refusals import names_in
 from jshard.fsdp.program.traced import differing
 from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
+from jshard.system.errors import UserError
 
 PAIRS = [[0, 1], [2, 3]]
 BOTH = ("replica", "fsdp")

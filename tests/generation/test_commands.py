@@ -15,11 +15,11 @@ import pytest
 
 import jshard
 from jobs import environment
-from jshard.cli.command import run_command
 from jshard.generation import generate
 from jshard.generation.weight_placement import sharded
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.perplexity import mean_nats, run_perplexity, windows
+from jshard.system.cli.command import run_command
 from jshard.trained.generate_command import run_generate
 from jshard.trained.trained_model import open_model
 

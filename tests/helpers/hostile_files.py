@@ -22,19 +22,19 @@ from damaged_files import PLACES, VALUES, _adapted, changed_bytes, changed_json
 from jshard.checkpoint.buckets import step_list
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.checkpoint.restore import restore_state
-from jshard.compat.orbax import database
 from jshard.config.run_config import complete
 from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import FORMATS, EncodedImage
-from jshard.distributed.cluster import find_cluster
-from jshard.distributed.peers import Peers
-from jshard.distributed.schedulers import gpus_seen
 from jshard.hub import peft
 from jshard.hub.adapters import reading
 from jshard.hub.adapters.reading import check_adapters, check_base, read_adapters
 from jshard.report.run_report import write_report
 from jshard.run.resume import read_notes
 from jshard.run.start import find_start
+from jshard.system.compat.orbax import database
+from jshard.system.jobs.cluster import find_cluster
+from jshard.system.jobs.peers import Peers
+from jshard.system.jobs.schedulers import gpus_seen
 
 
 def images_reader(folder: Path):

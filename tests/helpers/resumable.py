@@ -5,8 +5,8 @@ from pathlib import Path
 
 from jshard.config.overrides import override
 from jshard.config.run_config import check, complete
-from jshard.distributed.peers import Peers
 from jshard.recipe.load import open_recipe
+from jshard.system.jobs.peers import Peers
 from jshard.training.trainer import Trainer
 
 RECIPE = """\

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jshard.errors import Preempted
+from jshard.system.errors import Preempted
 from resumable import RECIPE as WITH_ADAM
 from resumable import train as train_recipe
 

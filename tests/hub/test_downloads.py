@@ -17,7 +17,7 @@ pytest.importorskip("huggingface_hub", reason="needs jshard[hub]")
 
 CLIENT = """
 import json, os, sys
-from jshard.errors import RunFailed, UserError
+from jshard.system.errors import RunFailed, UserError
 from jshard.hub.huggingface_folder import model_path
 from jshard.hub.online.download import (
     cached_path, data_path, local_path, pin, pin_mixture,

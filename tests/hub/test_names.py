@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jshard.errors import UserError
 from jshard.hub.online.names import Name, parse
+from jshard.system.errors import UserError
 
 COMMIT = "0123456789" * 4
 

@@ -22,7 +22,7 @@ CLIENT = """
 import json, os, sys
 from pathlib import Path
 from jshard.checkpoint.buckets.mirror import on_disk
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from jshard.hub.online.download import data_path
 from jshard.hub.online.outputs import names_at, write_text
 from jshard.data.text.token_writer import write_token_files

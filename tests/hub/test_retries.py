@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jshard.errors import UserError
 from jshard.hub.online import download as downloads
 from jshard.hub.online.names import Name
+from jshard.system.errors import UserError
 
 errors = pytest.importorskip("huggingface_hub.errors", reason="needs jshard[hub]")
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from jshard.errors import UserError
 from jshard.hub.exported_tensors import Exported, sizes
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.tensor_names import tensor_names
+from jshard.system.errors import UserError
 
 
 def array(dtype: str, *shape: int, layer_dims: int = 0) -> dict[str, Any]:

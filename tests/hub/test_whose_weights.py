@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import jshard
-from jshard.errors import UserError
 from jshard.hub.parameters import find_parameters
 from jshard.hub.safetensors_file import find_tensors, weight_files
 from jshard.hub.safetensors_write import INDEX, SINGLE, write_tensors
@@ -23,6 +22,7 @@ from jshard.models import (
 )
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.recipe.model_map import read_architecture
+from jshard.system.errors import UserError
 
 MODEL: dict[str, Any] = {
     "vocab_size": 8, "sequence_length": 4, "num_layers": 1, "num_heads": 1, "width": 2,

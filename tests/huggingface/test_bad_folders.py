@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from mapped import RECIPE, write_folder, write_tensor_files
 
-from jshard.errors import UserError
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.system.errors import UserError
 from tiny_runs import RECIPE as UNMAPPED
 from tiny_runs import expect_one_line
 

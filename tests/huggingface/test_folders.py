@@ -15,13 +15,13 @@ from checkpoints import read_parameters
 from exports import load_all
 from filled import filled
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.errors import UserError
 from jshard.export import export
 from jshard.hub.parameters import find_parameters
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import find_map
+from jshard.system.errors import UserError
 
 
 def imported(folder: Path, recipe_file: Path, **given: Any):

@@ -19,7 +19,7 @@ from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import read_state, state_files
 from jshard.data.text.named_dataset import load_splits
 from jshard.data.text.streamed_text import streamed_text
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 datasets = pytest.importorskip("datasets")
 STEPS = 14

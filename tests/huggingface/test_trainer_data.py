@@ -8,7 +8,7 @@ from jshard.data.batches import batches, eval_batches
 from jshard.data.dataset import as_dataset
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import describe
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 torch = pytest.importorskip("torch")
 td = torch.utils.data

@@ -19,7 +19,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 from parity import error, make_update
 
 EXAMPLES, WIDTH, LAYERS, STEPS, BOUND = 24, 7, 2, 4, 1e-9

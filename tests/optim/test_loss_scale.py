@@ -12,8 +12,8 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.errors import RunFailed
 from jshard.optim import loss_scale
+from jshard.system.errors import RunFailed
 from jshard.training.non_finite import check_finite
 
 POLICY = jshard.Policy(loss_scale=True, min_shard_elements=0)

@@ -14,8 +14,8 @@ import jshard
 import parity
 from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.errors import UserError
 from jshard.plan.start_up import describe, traffic
+from jshard.system.errors import UserError
 
 OFFLOADS = ("optimizer", "all")
 BOUND = 1e-9

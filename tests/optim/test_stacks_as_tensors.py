@@ -11,10 +11,10 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.errors import UserError
 from jshard.layout.layer_dims import mark_layers
 from jshard.optim.stacks.known import to_ask
 from jshard.optim.stacks.layers_apart import _not_apart, check_layers
+from jshard.system.errors import UserError
 
 LAYERS = 3
 

@@ -13,9 +13,9 @@ from flax import nnx
 import jshard
 import parity
 from filled import filled
-from jshard.errors import UserError
 from jshard.hub.parameters import find_parameters
 from jshard.optim import counts
+from jshard.system.errors import UserError
 
 DECAY = 0.99  # until hundreds of updates the number of updates sets the averages' pace
 RATE = optax.linear_schedule(0.1, 0.0, 50)

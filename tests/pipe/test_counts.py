@@ -10,10 +10,10 @@ from flax import nnx
 
 import jshard
 import parity
-from jshard.compat.jaxprs import has, nested
 from jshard.layout.batch import abstract_batch
 from jshard.pipe.schedule import one_forward_one_backward
 from jshard.plan.start_up import traffic
+from jshard.system.compat.jaxprs import has, nested
 from pipelines import Layers, mean, mesh_of, policy_of
 
 

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from jshard.errors import UserError
 from jshard.pipe.schedule import (
     BACKWARD,
     FORWARD,
@@ -16,6 +15,7 @@ from jshard.pipe.schedule import (
     one_forward_one_backward,
 )
 from jshard.pipe.stages import Stages
+from jshard.system.errors import UserError
 
 DEVICES = (1, 2, 3, 4, 8)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli.formatting import format_seconds
 from jshard.plan import has_plugin, topology
+from jshard.system.formatting import format_seconds
 
 ROOT = Path(__file__).parents[2]
 TINY = [

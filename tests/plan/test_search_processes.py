@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli.paths import cache_folder
 from jshard.plan.search.process_pool import run_tasks
 from jshard.plan.search.result_cache import read_result, write_result
+from jshard.system.cli.paths import cache_folder
 
 WORKER = """\
 import json, os, subprocess, sys, time

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import jshard
-from jshard.cli.commands import COMMANDS
-from jshard.cli.machine.quiet import command_of, has_accelerator
+from jshard.system.cli.commands import COMMANDS
+from jshard.system.cli.machine.quiet import command_of, has_accelerator
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from ml_collections import ConfigDict
 
-from jshard.errors import UserError
 from jshard.recipe import contract as returns
 from jshard.recipe.load import open_recipe
+from jshard.system.errors import UserError
 
 CONFIG = ConfigDict({"steps": 3})
 RECIPE = """\

@@ -9,10 +9,10 @@ import pytest
 
 import jshard
 from jshard.config.run_config import complete
-from jshard.errors import UserError
 from jshard.recipe import recipe_path as recipes
 from jshard.recipe.build import make_job
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.system.errors import UserError
 
 RECIPE = """\
 def get_config(): return {"whose": WHOSE}

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jshard.errors import UserError
 from jshard.recipe import contract as returns
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.system.errors import UserError
 from tiny_runs import expect_one_line, read_metrics
 
 SMALL_REGNET = (

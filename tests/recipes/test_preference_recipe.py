@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.errors import Preempted
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.system.errors import Preempted
 from jshard.training.precomputed import FILE, Precomputed, digests_of
 from jshard.training.trainer import Trainer
 from resumable import read_metrics

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jshard.errors import UserError
-from jshard.report.charts import line_chart, ticks
-from jshard.report.page import cards
 from jshard.report.run_files import read_metrics
 from jshard.report.run_report import write_report
+from jshard.system.errors import UserError
+from jshard.system.pages.charts import line_chart, ticks
+from jshard.system.pages.page import cards
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 GENERATED = [

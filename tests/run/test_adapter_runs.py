@@ -15,9 +15,9 @@ import jshard
 from foreign_weights import read_tensors
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import ARRAYS, find_step
-from jshard.compat.orbax import open_array
-from jshard.errors import Preempted
 from jshard.export import export
+from jshard.system.compat.orbax import open_array
+from jshard.system.errors import Preempted
 from jshard.trained.trained_model import open_model
 from resumable import read_metrics
 from stopped_runs import RECIPE, train

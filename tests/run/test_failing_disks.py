@@ -9,8 +9,8 @@ import jshard
 from checkpoints import remount, small_disk
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
-from jshard.errors import RunFailed
 from jshard.run.progress import ProgressDisplay
+from jshard.system.errors import RunFailed
 from resumable import read_metrics, train
 from test_going_on import RECIPE
 

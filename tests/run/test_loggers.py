@@ -11,9 +11,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from jshard.config.run_config import complete
-from jshard.errors import UserError
 from jshard.run.loggers import services
 from jshard.run.metrics import RunFolder
+from jshard.system.errors import UserError
 
 
 def config(**logger):

@@ -17,13 +17,13 @@ from tensorboardX.proto.event_pb2 import Event
 
 import jshard
 from checkpoints import small_disk
-from jshard.cli.formatting import format_count, format_duration
 from jshard.data.examples import count_items
-from jshard.errors import RunFailed, UserError
 from jshard.fit.hardware import peak_flops
-from jshard.report.png import png
 from jshard.run.append import AppendedFile
 from jshard.run.metrics import RunFolder
+from jshard.system.errors import RunFailed, UserError
+from jshard.system.formatting import format_count, format_duration
+from jshard.system.pages.png import png
 from jshard.training import throughput as speed
 from jshard.training.throughput import Throughput
 

@@ -13,9 +13,6 @@ from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from jshard.config.run_config import complete
-from jshard.distributed.log import Log
-from jshard.distributed.peers import Peers
-from jshard.errors import RunFailed, UserError
 from jshard.report.run_files import read_metrics
 from jshard.run.append import AppendedFile
 from jshard.run.lock import lock_folder
@@ -28,6 +25,9 @@ from jshard.run.resume import (
     read_config,
 )
 from jshard.run.start import find_start
+from jshard.system.errors import RunFailed, UserError
+from jshard.system.jobs.log import Log
+from jshard.system.jobs.peers import Peers
 from test_metrics import read_events
 
 ROOT = Path(__file__).parents[2]

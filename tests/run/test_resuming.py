@@ -19,13 +19,13 @@ from jshard.checkpoint.step_folders import find_steps
 from jshard.config.overrides import override
 from jshard.config.run_config import complete
 from jshard.data.position import read_position
-from jshard.distributed.peers import Peers
-from jshard.errors import UserError
 from jshard.export import export
 from jshard.recipe.load import open_recipe
 from jshard.run.lock import lock_folder
 from jshard.run.metrics_lines import cut_back
 from jshard.run.start import Start, find_start
+from jshard.system.errors import UserError
+from jshard.system.jobs.peers import Peers
 from resumable import read_metrics
 from stopped_runs import GIVEN, NO_NOISE, STEPS, go_on, train
 

@@ -7,8 +7,8 @@ import pytest
 from bucket_servers import Folder, running
 from jshard.checkpoint.buckets import step_list
 from jshard.checkpoint.buckets.objects import Objects
-from jshard.errors import RunFailed, UserError
 from jshard.run.bucket import RunInBucket
+from jshard.system.errors import RunFailed, UserError
 from jshard.training.trainer import Trainer
 from stopped_runs import RECIPE
 

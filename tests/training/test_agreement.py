@@ -10,9 +10,9 @@ import pytest
 
 import jshard
 from jshard.config.run_config import complete
-from jshard.distributed.peers import Peers
 from jshard.recipe.load import open_recipe
 from jshard.run.start import Start
+from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import (
     agree,
     agree_on_program,

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.errors import RunFailed
+from jshard.system.errors import RunFailed
 from jshard.training.non_finite import beyond_vocabulary, check_finite
 
 

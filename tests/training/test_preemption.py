@@ -13,7 +13,7 @@ import pytest
 
 from failures import slowly
 from jshard.checkpoint.step_folders import find_steps
-from jshard.errors import Preempted
+from jshard.system.errors import Preempted
 from jshard.train import main
 from jshard.training.callbacks.preemption import WARNINGS, Preemption
 from resumable import RECIPE

@@ -23,10 +23,10 @@ from ml_collections import ConfigDict
 import jshard
 import resumable
 from jshard.config.profiled_steps import profiled_steps
-from jshard.distributed.peers import Peers
-from jshard.errors import Interrupted, UserError
 from jshard.fsdp import scopes
 from jshard.run.progress import ProgressDisplay
+from jshard.system.errors import Interrupted, UserError
+from jshard.system.jobs.peers import Peers
 from jshard.training.callbacks.profiling import Profile
 from jshard.training.throughput import Throughput
 

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import jshard
-from jshard.errors import UserError
 from jshard.recipe import learning_rate as schedule
 from jshard.run.background import Background
+from jshard.system.errors import UserError
 from jshard.training import throughput
 from jshard.training.callbacks import step_log
 from test_trainer import ROWS, make

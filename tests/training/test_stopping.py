@@ -12,12 +12,12 @@ import pytest
 import resumable
 from jshard.checkpoint.restore import find_damage
 from jshard.checkpoint.step_folders import find_steps
-from jshard.cli.command import run_command
 from jshard.config.run_config import check, complete
-from jshard.distributed.peers import Peers
-from jshard.errors import Interrupted, Preempted, RunFailed
 from jshard.recipe.load import open_recipe
 from jshard.run import metrics
+from jshard.system.cli.command import run_command
+from jshard.system.errors import Interrupted, Preempted, RunFailed
+from jshard.system.jobs.peers import Peers
 from jshard.training.callbacks import stopping
 from jshard.training.callbacks.preemption import Preemption
 from jshard.training.trainer import Trainer

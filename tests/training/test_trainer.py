@@ -21,8 +21,8 @@ import jshard
 from jobs import environment
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.errors import Interrupted, Preempted, UserError
 from jshard.run.metrics import RunFolder
+from jshard.system.errors import Interrupted, Preempted, UserError
 from resumable import RECIPE, read_metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -153,7 +153,7 @@ def test_fit_goes_on_bit_for_bit_after_a_kill(step, name, tmp_path):
     )
     assert done.returncode == (-9 if name == "SIGKILL" else 1)
     if name == "SIGTERM":
-        said = "jshard.errors.Preempted: SIGTERM at step 7: saved; fit() goes on"
+        said = "jshard.system.errors.Preempted: SIGTERM at step 7: saved; fit() goes on"
         assert said in done.stderr
     trainer = of_file(tmp_path).fit()
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")

@@ -26,8 +26,8 @@ from jobs import Job, write_recipe
 from jshard.checkpoint import metadata
 from jshard.checkpoint.restore import CHECKPOINTS, find_damage
 from jshard.checkpoint.step_folders import find_steps
-from jshard.errors import Preempted
 from jshard.run.source import Source
+from jshard.system.errors import Preempted
 from jshard.training.callbacks.saving import Saving
 from processes import Processes
 from resumable import read_metrics, train

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.compat.flax_modules import is_pytree
+from jshard.system.compat.flax_modules import is_pytree
 from jshard.unit.model import make_parallel
 from zoo_layers import WIDTH, Dense
 

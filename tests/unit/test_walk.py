@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 import jshard
 from jshard.collectives import gather as gathers
 from jshard.collectives import reduce as reduces
-from jshard.compat import jaxprs
+from jshard.system.compat import jaxprs
 
 ROOT = Path(jshard.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"

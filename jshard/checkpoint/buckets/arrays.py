@@ -22,7 +22,7 @@ import tensorstore
 
 from jshard.checkpoint import manifest
 from jshard.checkpoint.buckets.objects import CONTEXT, BucketError, Objects, explained
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 ADDRESS = ".bucket"  # a file in a local step's folder: the URL of its arrays
 ARRAYS = "state/"

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jshard.cli.formatting import format_bytes, one_line
-from jshard.cli.paths import cache_folder, is_bucket
-from jshard.cli.terminal import show
-from jshard.errors import RunFailed, UserError, is_disk_full
+from jshard.system.cli.paths import cache_folder, is_bucket
+from jshard.system.cli.terminal import show
+from jshard.system.errors import RunFailed, UserError, is_disk_full
+from jshard.system.formatting import format_bytes, one_line
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 _THREADS = 8

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jshard.checkpoint import manifest, step_folders
-from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.buckets import step_list
 from jshard.checkpoint.buckets.arrays import ADDRESS
 from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
 from jshard.checkpoint.step_folders import CHECKPOINTS
-from jshard.checkpoint.untrusted import path_inside
-from jshard.cli.paths import is_bucket
-from jshard.errors import UserError
+from jshard.system.cli.paths import is_bucket
+from jshard.system.errors import UserError
+from jshard.system.files.atomic import replace_file
+from jshard.system.files.untrusted import path_inside
 
 _RUN = ("config.json", "notes.json", "metrics.jsonl")  # what a resumed run reads
 _PICTURES = "samples/"

@@ -18,13 +18,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.checkpoint import manifest, step_folders
-from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.buckets import arrays
 from jshard.checkpoint.buckets.mirror import fetch_steps
 from jshard.checkpoint.buckets.objects import BucketError, Objects
 from jshard.checkpoint.buckets.step_list import StepList, attempts
 from jshard.checkpoint.disk_saves import Expired, write_texts
 from jshard.checkpoint.participants import Participants, on_first
+from jshard.system.files.atomic import replace_file
 
 
 class BucketSaves:

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Callable
 
 from jshard.checkpoint.buckets.objects import MISSING, Objects, Overtaken
-from jshard.checkpoint.untrusted import parse_json
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import parse_json
 
 FILE = "steps.json"
 _ATTEMPTS = 10  # to become its owner while another run saves there

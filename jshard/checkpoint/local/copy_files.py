@@ -20,10 +20,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jshard.checkpoint.atomic import replace_file
 from jshard.checkpoint.local.pieces import THREADS, Piece
-from jshard.checkpoint.untrusted import parse_json
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.atomic import replace_file
+from jshard.system.files.untrusted import parse_json
 
 _BYTES, _LABEL, _SPARE, _TEXTS = ".bytes", ".json", "spare", "texts"
 _FORGOTTEN = 86_400.0  # seconds without a new copy, after which another run's go

@@ -19,9 +19,9 @@ import numpy as np
 from jshard.checkpoint.local import copy_files
 from jshard.checkpoint.local.copy_files import Label
 from jshard.checkpoint.local.pieces import Piece
-from jshard.compat import coordination
-from jshard.distributed.job import LOOPBACK, listen
-from jshard.distributed.peers import Peers
+from jshard.system.compat import coordination
+from jshard.system.jobs.job import LOOPBACK, listen
+from jshard.system.jobs.peers import Peers
 
 _PATIENCE = 60.0  # seconds without a byte
 _LONGEST_TOKEN = 100

@@ -29,10 +29,10 @@ from jshard.checkpoint.local.pieces import (
     divide,
     neighbors,
 )
-from jshard.cli.formatting import format_bytes
-from jshard.distributed.peers import Peers
-from jshard.errors import RunFailed, UserError
 from jshard.fsdp.state import TrainState
+from jshard.system.errors import RunFailed, UserError
+from jshard.system.formatting import format_bytes
+from jshard.system.jobs.peers import Peers
 
 
 @dataclasses.dataclass(frozen=True)

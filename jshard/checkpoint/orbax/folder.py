@@ -16,8 +16,8 @@ from jax.experimental import multihost_utils
 
 from jshard.checkpoint import manifest, metadata
 from jshard.checkpoint.stored_arrays import ARRAYS, INDEX
-from jshard.checkpoint.untrusted import path_inside, read_json
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import path_inside, read_json
 
 Keys: TypeAlias = tuple[str, ...]  # the path of an array in the tree that was saved
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from jshard.checkpoint.orbax.folder import Keys
-from jshard.errors import some_of
+from jshard.system.errors import some_of
 
 Part: TypeAlias = Mapping[Keys, str]  # names in the state, by paths within the part
 

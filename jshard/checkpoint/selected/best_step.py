@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.step_folders import find_steps, step_folder
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 class Best(NamedTuple):

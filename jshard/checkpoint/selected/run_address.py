@@ -15,9 +15,9 @@ from jshard.checkpoint.buckets.mirror import holds_checkpoints, on_disk
 from jshard.checkpoint.restore import checkpoints_folder, is_step, wait_until_seen
 from jshard.checkpoint.selected.best_step import require_best
 from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps, step_folder
-from jshard.cli.formatting import did_you_mean
-from jshard.cli.paths import is_bucket, is_remote
-from jshard.errors import UserError
+from jshard.system.cli.paths import is_bucket, is_remote
+from jshard.system.errors import UserError
+from jshard.system.formatting import did_you_mean
 
 BEST, NEWEST = "best", "newest"
 _AT = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)/*", re.DOTALL)

@@ -6,7 +6,7 @@ The forms are those that TRL, Axolotl and LLaMA-Factory read.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
 
 # The forms, and what is said of a file that has one; a text has none.
 MESSAGES, SHAREGPT, ALPACA, PAIR = "messages", "conversations", "instruction", "prompt"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.untrusted import parse_json, read_json
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files.untrusted import parse_json, read_json
 
 _PACKED = (".gz", ".zst")
 _LINES = (".jsonl", ".ndjson")

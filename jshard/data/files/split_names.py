@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
 
 _WORDS = {
     "train": "train|training",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
 # llm.c's header: int32 magic, version and number of tokens, and zeros.

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def files_of(

@@ -14,7 +14,7 @@ from jshard.data.images.image_files import (
     shift_colors,
 )
 from jshard.data.images.image_sources import find_images
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 _KEPT = 256  # examples that wait for their partner in mixup, of all threads
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jshard.data.images.image_sources import FORMATS, EncodedImage, pillow
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
 
 _MODES = {1: "L", 3: "RGB"}
 _DEEP = ("I", "I;16", "I;16B", "I;16L")  # 16 bits of grey

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import grain
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from jshard.cli.paths import check_path
 from jshard.data.files.noting import note
 from jshard.data.files.walk import files_of, reading
 from jshard.data.images.image_tables import class_names, count_unnamed, labels_of_splits
-from jshard.errors import UserError, some_of
 from jshard.hub.online.download import data_path
+from jshard.system.cli.paths import check_path
+from jshard.system.errors import UserError, some_of
 
 # Of photographs and drawings. Pillow knows more, of which some start programs (EPS),
 # and some crash on damaged files (DDS).

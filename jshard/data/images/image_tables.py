@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.untrusted import path_inside
 from jshard.data.files.noting import note
 from jshard.data.files.walk import files_of, reading
 from jshard.data.text.records import cut, read_records
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import path_inside
 
 TABLES = ("metadata.csv", "metadata.jsonl", "metadata.parquet", "labels.csv")
 _COLUMNS = {

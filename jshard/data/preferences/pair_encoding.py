@@ -9,7 +9,7 @@ import numpy as np
 from jshard.data.tokenizers.chat import load_chat, tools_of
 from jshard.data.tokenizers.continued import common, with_end
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
 
 _ANSWERS = ("chosen", "rejected")
 

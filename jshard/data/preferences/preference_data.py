@@ -7,7 +7,6 @@ from typing import Any
 import grain
 import numpy as np
 
-from jshard.cli.paths import check_path
 from jshard.data.files.noting import note
 from jshard.data.files.record_forms import has_records
 from jshard.data.files.split_names import named_splits
@@ -17,7 +16,8 @@ from jshard.data.text.corpus import corpus_files
 from jshard.data.text.named_dataset import VALIDATION, NamedDataset
 from jshard.data.text.records import cut, read_records
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import UserError
+from jshard.system.cli.paths import check_path
+from jshard.system.errors import UserError
 
 _BYTES = 2**24  # of a file to read at a time
 _SHOWN = 60  # characters of a row, in errors

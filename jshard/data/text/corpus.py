@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jshard.cli.paths import check_path
 from jshard.data.files.noting import note
 from jshard.data.files.record_forms import has_records, with_records
 from jshard.data.files.split_names import NamedSplits, named_splits
@@ -26,8 +25,9 @@ from jshard.data.text.token_files import (
 )
 from jshard.data.tokenizers.byte_pieces import ByteTokenizer, PieceTokenizer
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.errors import UserError, some_of
 from jshard.hub.online.download import data_path
+from jshard.system.cli.paths import check_path
+from jshard.system.errors import UserError, some_of
 
 # Tests, tables and third-party code, and files that differ between installations of
 # the same Python version.

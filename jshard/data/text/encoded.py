@@ -23,7 +23,7 @@ from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.continued import common, with_end
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 TEXT_BYTES = 2**24  # longer texts are several documents, as tokenizing takes memory
 _BATCH = 2**20  # characters tokenized at a time

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import grain
 from grain.experimental import WindowShuffleIterDataset
 
-from jshard.cli.formatting import one_line
 from jshard.data.fingerprint import fingerprint, of_files
 from jshard.data.iterables import part_of
 from jshard.data.places import Cursor
-from jshard.errors import RunFailed, UserError, some_of
 from jshard.hub.online.names import Name, parse
+from jshard.system.errors import RunFailed, UserError, some_of
+from jshard.system.formatting import one_line
 
 VALIDATION = "validation"  # a dataset's split, and that of a run
 

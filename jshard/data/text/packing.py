@@ -7,7 +7,7 @@ import numpy as np
 
 from jshard.data.text.token_files import Piece, is_of_tokens
 from jshard.data.text.windows import check_sample, read_tokens
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 
 def packed_rows(

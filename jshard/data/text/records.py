@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jshard.checkpoint.untrusted import parse_json
 from jshard.data.files.conversations import FORMS
 from jshard.data.files.record_forms import form_of, has_records, is_array
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import parse_json
 
 _ROWS = 1024  # read from a table at a time
 _LINE = 2**28  # bytes of a line in a compressed file

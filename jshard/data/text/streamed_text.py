@@ -28,7 +28,7 @@ from jshard.data.text.named_dataset import VALIDATION, NamedDataset, Used
 from jshard.data.text.packing import packed_rows
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
-from jshard.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of
 
 _BINS = 64  # rows that are packed at a time
 

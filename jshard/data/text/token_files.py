@@ -14,7 +14,7 @@ import numpy as np
 
 from jshard.data.files.token_forms import HEADER_BYTES, MAGIC, token_form
 from jshard.data.files.walk import reading
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 TOKENS, ENDS, TRAINED = ".bin", ".idx", ".trained"  # suffixes
 

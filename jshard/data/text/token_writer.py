@@ -32,11 +32,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from jshard.checkpoint.atomic import replace_file, replacing
 from jshard.checkpoint.buckets.files import cached
-from jshard.checkpoint.untrusted import read_json
-from jshard.cli.paths import is_remote
-from jshard.cli.terminal import show
 from jshard.data.files.conversations import PAIR, SAID
 from jshard.data.files.record_forms import has_records
 from jshard.data.files.split_names import named_splits, split_of
@@ -47,9 +43,13 @@ from jshard.data.text.records import Slice, cut
 from jshard.data.text.token_files import ENDS, TOKENS, TRAINED, make_header
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.errors import RunFailed, UserError
 from jshard.hub.online.download import pin
 from jshard.hub.online.outputs import names_at, upload
+from jshard.system.cli.paths import is_remote
+from jshard.system.cli.terminal import show
+from jshard.system.errors import RunFailed, UserError
+from jshard.system.files.atomic import replace_file, replacing
+from jshard.system.files.untrusted import read_json
 
 ABOUT = "tokens.json"
 PART_BYTES = 2**26

@@ -8,7 +8,7 @@ import grain
 import numpy as np
 
 from jshard.data.text.token_files import Piece
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 _SAMPLE = 4096  # tokens of each file to check before the first step
 

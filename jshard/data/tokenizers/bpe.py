@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jshard.data.tokenizers.tokenizer import FILE
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 _END = "<|endoftext|>"
 _CONFIG = {"eos_token": _END, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint.untrusted import parse_json, read_text
-from jshard.cli.terminal import show
 from jshard.data.tokenizers.chat_template import Template, TemplateError
 from jshard.data.tokenizers.named_tokens import CONFIG, read_json
 from jshard.data.tokenizers.tokenizer import TEMPLATES, FileTokenizer, Tokenizer
-from jshard.errors import UserError, some_of
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import parse_json, read_text
 
 _DEFAULT, _TOOLS = "default", "tool_use"
 # Where messages have what was thought before an answer; a template reads one of them.

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint import untrusted
-from jshard.errors import UserError
+from jshard.system.errors import UserError
+from jshard.system.files import untrusted
 
 CONFIG = "tokenizer_config.json"
 NAMING = (CONFIG, "special_tokens_map.json", "added_tokens.json")

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint import untrusted
-from jshard.cli.paths import check_path
 from jshard.data.tokenizers.byte_pieces import (
     ByteTokenizer,
     PieceTokenizer,
@@ -23,8 +21,10 @@ from jshard.data.tokenizers.named_tokens import (
     read_json,
 )
 from jshard.data.tokenizers.tokenizer_settings import apply_settings
-from jshard.errors import UserError
 from jshard.hub.online.download import local_path
+from jshard.system.cli.paths import check_path
+from jshard.system.errors import UserError
+from jshard.system.files import untrusted
 
 BYTE_VOCAB = ByteTokenizer.vocab_size
 PYTHON = "python"  # the name of the pieces that come with jshard

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.data.tokenizers.named_tokens import CONFIG, class_of, read_json
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 _BYTES = frozenset(
     f"{name}Tokenizer"

@@ -10,9 +10,6 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.compat import jaxprs
-from jshard.compat.programs import lines
-from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes, shared_axes
 from jshard.fsdp.program.example_keys import (
     THREEFRY,
@@ -20,6 +17,9 @@ from jshard.fsdp.program.example_keys import (
     key_of_examples,
 )
 from jshard.fsdp.scopes import TENSOR_PARALLEL
+from jshard.system.compat import jaxprs
+from jshard.system.compat.programs import lines
+from jshard.system.errors import UserError
 from jshard.unit.dataflow import dependencies
 
 _DRAWS = ("random_bits", "random_gamma")

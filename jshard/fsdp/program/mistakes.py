@@ -5,9 +5,9 @@ from typing import NoReturn
 
 from flax.errors import TraceContextError
 
-from jshard.compat.programs import lines
-from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes
+from jshard.system.compat.programs import lines
+from jshard.system.errors import UserError
 from jshard.unit.linearize import refuse_forward_mode
 
 RAISED = (NotImplementedError, TypeError, NameError, ValueError, TraceContextError)

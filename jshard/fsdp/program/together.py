@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh
 
-from jshard.compat.coordination import compile_together, processes_of
+from jshard.system.compat.coordination import compile_together, processes_of
 
 
 class Together:

@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jax.extend import core
 
-from jshard.compat import jaxprs
-from jshard.errors import some_of
 from jshard.fsdp.scopes import ALL_GATHER
 from jshard.layout.state_layout import Layout
 from jshard.layout.variables import variables
+from jshard.system.compat import jaxprs
+from jshard.system.errors import some_of
 from jshard.unit.dataflow import dependencies, union
 from jshard.unit.shards import READ
 

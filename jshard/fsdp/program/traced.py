@@ -11,17 +11,6 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.compat import jaxprs
-from jshard.compat.jaxprs import (
-    axes_of,
-    groups_of,
-    has,
-    open_inner,
-    replay,
-    scopes_of,
-)
-from jshard.compat.programs import lines
-from jshard.errors import UserError
 from jshard.fsdp.mesh import manual_axes, sequence_axes
 from jshard.fsdp.program import mistakes
 from jshard.fsdp.program.draws import check_draws
@@ -32,6 +21,17 @@ from jshard.layout.state_layout import Layout
 from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
 from jshard.nn.loss import Means
+from jshard.system.compat import jaxprs
+from jshard.system.compat.jaxprs import (
+    axes_of,
+    groups_of,
+    has,
+    open_inner,
+    replay,
+    scopes_of,
+)
+from jshard.system.compat.programs import lines
+from jshard.system.errors import UserError
 from jshard.unit.dataflow import dependencies, loop, through, union
 from jshard.unit.linearize import refuse_forward_mode
 from jshard.unit.shards import noting_reads

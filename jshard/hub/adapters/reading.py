@@ -12,8 +12,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from jshard.checkpoint import metadata
-from jshard.checkpoint.untrusted import read_json
-from jshard.errors import UserError, some_of
 from jshard.fsdp.state import TrainState
 from jshard.hub.adapters.targets import pattern_of
 from jshard.hub.file_tensor import FileTensor
@@ -22,6 +20,8 @@ from jshard.hub.peft import CONFIG, TENSORS, adapter_layers, module_of, places
 from jshard.hub.tensor_names import Layers
 from jshard.layout.padding import shape_of_layer
 from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A
+from jshard.system.errors import UserError, some_of
+from jshard.system.files.untrusted import read_json
 
 # What changes the product of an adapter, and must be as if it were not there.
 _UNSUPPORTED = """

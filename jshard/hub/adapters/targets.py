@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jshard.errors import UserError, some_of
 from jshard.hub.file_tensor import FileTensor
+from jshard.system.errors import UserError, some_of
 
 T = TypeVar("T")
 

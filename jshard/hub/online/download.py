@@ -16,11 +16,11 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from jshard.checkpoint.buckets.files import downloaded
-from jshard.cli.paths import is_bucket
-from jshard.cli.terminal import is_terminal, show
-from jshard.errors import UserError
 from jshard.hub.online.failures import explained, lacks, passes, reason
 from jshard.hub.online.names import COMMIT, Name, parse
+from jshard.system.cli.paths import is_bucket
+from jshard.system.cli.terminal import is_terminal, show
+from jshard.system.errors import UserError
 
 # A small file that a repository has.
 _SMALL = {"model": ("config.json", "adapter_config.json"), "dataset": ("README.md",)}

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jshard.cli.formatting import did_you_mean, one_line
-from jshard.errors import RunFailed, UserError, is_disk_full, some_of
 from jshard.hub.online.names import Name
+from jshard.system.errors import RunFailed, UserError, is_disk_full, some_of
+from jshard.system.formatting import did_you_mean, one_line
 
 _BUSY = (408, 429, 500, 502, 503, 504)
 LOGIN = "`hf auth login`, or set HF_TOKEN"

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from jshard.checkpoint.selected.run_address import names_step
-from jshard.errors import UserError
+from jshard.system.errors import UserError
 
 COMMIT = re.compile(r"@([0-9a-f]{40})(?=/|$)")
 _BAD = re.compile(r"--|\.\.")

@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jshard.checkpoint.buckets import files
-from jshard.cli.paths import is_on_hub
-from jshard.errors import UserError
 from jshard.hub.online.download import library
 from jshard.hub.online.failures import LOGIN, explained
 from jshard.hub.online.names import Name, parse
+from jshard.system.cli.paths import is_on_hub
+from jshard.system.errors import UserError
 
 
 def names_at(output: str | Path) -> list[str]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint.untrusted import parse_json
 from jshard.four_bit.codes import BLOCK, CODES, GROUP, SINGLE, FourBit, scale_table
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_file import Stored
+from jshard.system.files.untrusted import parse_json
 
 _SCALES, _OF_SCALES = ".absmax", ".nested_absmax"
 _TABLE, _TABLE_OF_SCALES = ".quant_map", ".nested_quant_map"

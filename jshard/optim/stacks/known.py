@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from jshard.errors import UserError
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.variables import is_variable
 from jshard.optim.muon import on_whole_layers
+from jshard.system.errors import UserError
 
 Transformation: TypeAlias = optax.GradientTransformation
 Combine: TypeAlias = Callable[[list[Transformation]], Transformation]

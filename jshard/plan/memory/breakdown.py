@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from jshard.cli.formatting import format_bytes
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import GPU
 from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
@@ -27,6 +26,7 @@ from jshard.layout.variables import own_dtypes
 from jshard.plan.hlo import direction
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory import buffer_contents as contents
+from jshard.system.formatting import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)

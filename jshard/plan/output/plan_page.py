@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from jshard.cli.formatting import format_bytes, format_count, format_seconds
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.kernel_work import ATTENTION, LIMITS, MATRIX, MEMORY
 from jshard.plan.cost.phases import Phases
@@ -12,8 +11,9 @@ from jshard.plan.cost.timeline import Timeline
 from jshard.plan.memory.breakdown import Memory
 from jshard.plan.output import plan_text, schedule_picture
 from jshard.plan.planning import Plan
-from jshard.report.charts import script_json
-from jshard.report.page import document, folded, section, table, tiles
+from jshard.system.formatting import format_bytes, format_count, format_seconds
+from jshard.system.pages.charts import script_json
+from jshard.system.pages.page import document, folded, section, table, tiles
 
 KINDS = (
     MATRIX,

@@ -3,8 +3,6 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from jshard.cli.formatting import format_bytes, format_count, format_seconds
-from jshard.compat import xla_options
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.streams import COLLECTIVES, COMPUTE, OF_COPIES
@@ -13,6 +11,8 @@ from jshard.plan.cost.timeline import Timeline
 from jshard.plan.cost.traffic import Traffic
 from jshard.plan.memory.breakdown import Memory, Part
 from jshard.plan.planning import Plan
+from jshard.system.compat import xla_options
+from jshard.system.formatting import format_bytes, format_count, format_seconds
 
 GAPS = 10
 

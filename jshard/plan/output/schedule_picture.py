@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Iterator
 
-from jshard.cli.formatting import format_seconds
 from jshard.plan.cost.ticks import Cell
 from jshard.plan.cost.timeline import Timeline
-from jshard.report.charts import element
+from jshard.system.formatting import format_seconds
+from jshard.system.pages.charts import element
 
 ROW, LEFT, AXIS = 22, 64, 22  # px: of a device, of its name, and of the times below
 NARROWEST = 9  # px of a forward, on average; a wider picture scrolls

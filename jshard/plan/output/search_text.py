@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from jshard.cli.formatting import format_bytes, one_line
-from jshard.cli.terminal import show
 from jshard.plan.search.candidates import CHANGING_KNOBS, DEFAULT_KNOBS, Candidate
 from jshard.plan.search.outcomes import Outcome, Search
+from jshard.system.cli.terminal import show
+from jshard.system.formatting import format_bytes, one_line
 
 _CHANGING = (*CHANGING_KNOBS, "policy.precision.sum")
 

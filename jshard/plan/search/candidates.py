@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jshard.cli.formatting import did_you_mean
 from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT
-from jshard.errors import UserError
 from jshard.fit.hardware import GPU
 from jshard.fsdp.policy import POLICIES
 from jshard.pipe.schedule import bubble
+from jshard.system.errors import UserError
+from jshard.system.formatting import did_you_mean
 
 Settings = dict[str, Any]  # values by key: {"policy.remat": "dots"}
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes, scopes_of
 from jshard.fit.hardware import GPU, overlapped
 from jshard.fsdp.mesh import EXPERT, TENSOR, names_of, shards_of, stages_of
 from jshard.fsdp.policy import Policy
@@ -25,6 +24,13 @@ from jshard.layout.specs import is_sharded, layer_dims
 from jshard.pipe.schedule import bubble
 from jshard.plan.program import Program
 from jshard.plan.start_up import equations, product_flops
+from jshard.system.compat.jaxprs import (
+    CALLS,
+    open_inner,
+    scan_body,
+    scan_sizes,
+    scopes_of,
+)
 
 
 class StateSize(NamedTuple):

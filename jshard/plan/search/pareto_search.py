@@ -16,10 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.cli.paths import cache_folder
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config
-from jshard.errors import UserError
 from jshard.fit.hardware import GPU, find_constants
 from jshard.fsdp import mesh as meshes
 from jshard.fsdp.program.refusals import names_in
@@ -50,6 +48,8 @@ from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.system.cli.paths import cache_folder
+from jshard.system.errors import UserError
 
 TIMEOUT = 600.0  # seconds to compile a candidate
 # Keys on which neither the size nor the placement of a state depends.

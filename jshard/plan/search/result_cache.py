@@ -8,11 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.atomic import replace_file
-from jshard.checkpoint.untrusted import read_json
-from jshard.compat import absent_gpus
-from jshard.compat.versions import versions
 from jshard.plan.program import Program
+from jshard.system.compat import absent_gpus
+from jshard.system.compat.versions import versions
+from jshard.system.files.atomic import replace_file
+from jshard.system.files.untrusted import read_json
 
 # Packages whose versions determine what a program compiles to.
 _COMPILERS = (

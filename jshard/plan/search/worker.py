@@ -16,8 +16,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from jshard.compat import absent_gpus
-from jshard.errors import UserError
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import Constants, find_constants
 from jshard.plan import hlo
@@ -28,6 +26,8 @@ from jshard.plan.search.result_cache import program_key, read_result, write_resu
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.system.compat import absent_gpus
+from jshard.system.errors import UserError
 
 
 def run_task(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jshard.config.run_config import Config, flatten
-from jshard.errors import UserError
 from jshard.run.background import PATIENCE, Background
+from jshard.system.errors import UserError
 
 _REST = 1.0  # seconds between requests
 _PATIENCE = 1.0  # seconds that a checkpoint waits for a service

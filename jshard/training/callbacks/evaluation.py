@@ -9,15 +9,15 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jshard.cli.formatting import did_you_mean
 from jshard.data.batches import eval_batches, has_weights
 from jshard.data.dataset import Dataset, Sets
 from jshard.data.iterables import Stream
-from jshard.errors import RunFailed, UserError
 from jshard.evaluate.in_runs import RunTasks
 from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
+from jshard.system.errors import RunFailed, UserError
+from jshard.system.formatting import did_you_mean
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.step_log import StepLog

@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jshard.distributed.peers import Peers
-from jshard.errors import UserError
 from jshard.recipe.contract import check_signature
 from jshard.report.run_files import read_metrics
+from jshard.system.errors import UserError
+from jshard.system.jobs.peers import Peers
 
 # hook(trainer, step, metrics) returns what to log, by name, or None.
 Hook: TypeAlias = Callable[[Any, int, Mapping[str, Any]], Mapping[str, Any] | None]

@@ -8,8 +8,8 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-from jshard.cli.terminal import leave_closed_terminal, outliving_terminal, show
 from jshard.data.loader_processes import leave_to_run
+from jshard.system.cli.terminal import leave_closed_terminal, outliving_terminal, show
 
 DEMANDS = (signal.SIGINT, signal.SIGTERM)
 # Of a closed terminal, and a scheduler's warning. They may come more than once, as to a

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 
 import jax
 
-from jshard.cli.formatting import format_duration
 from jshard.config.profiled_steps import profiled_steps
 from jshard.run.progress import ProgressDisplay
+from jshard.system.formatting import format_duration
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.throughput import Throughput
 

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.cli.formatting import printable
-from jshard.errors import UserError
 from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
+from jshard.system.errors import UserError
+from jshard.system.formatting import printable
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 

@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager, ExitStack
 import jax
 
 from jshard.config.profiled_steps import profiled_steps
-from jshard.errors import Interrupted, Preempted
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import STOPPED
+from jshard.system.errors import Interrupted, Preempted
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.preemption import Preemption
 from jshard.training.callbacks.saving import Saving

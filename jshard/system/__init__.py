@@ -1,0 +1,1 @@
+"""What a program needs around it: errors, options, files, processes, and compat/."""

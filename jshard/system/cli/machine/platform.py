@@ -1,0 +1,122 @@
+"""What a command sets up before JAX creates its devices."""
+
+import math
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+
+from jshard.system.cli.machine.quiet import (
+    has_accelerator,
+    has_cuda_plugin,
+    start_devices,
+)
+from jshard.system.compat.plugin_log import FAILED
+from jshard.system.errors import UserError
+
+TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
+COMPILED = "compiled"  # programs in the folder of a run on several hosts
+
+
+def choose_platform() -> str:
+    """Selects the CPU on machines without an accelerator.
+
+    Otherwise JAX prints a traceback if the CUDA plugin is installed.
+
+    Returns:
+      What to tell the user where a GPU was expected, as in a container that was started
+      without them; empty if none was.
+    """
+    unset = not os.environ.get("JAX_PLATFORMS")
+    if sys.platform == "linux" and unset and not has_accelerator():
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
+        jax.config.update("jax_platforms", "cpu")
+        if has_cuda_plugin():
+            return (
+                f"note: {FAILED} (no GPU is visible, not even as /dev/nvidia0): "
+                "computing on the CPU"
+            )
+    return ""
+
+
+def use_cpu() -> None:
+    """Leaves the GPUs to the run whose checkpoint a command reads."""
+    jax.config.update("jax_platforms", "cpu")
+    start_devices()
+
+
+def make_cpu_devices(count: int) -> None:
+    """Makes virtual CPU devices, unless the environment sets their number.
+
+    Raises:
+      UserError: JAX has created its devices already.
+    """
+    # Collectives between processes; a single process does not use them.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if (
+        "JAX_NUM_CPU_DEVICES" in os.environ
+        or "xla_force_host_platform_device_count" in flags
+    ):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise UserError(
+            "the recipe computes with JAX while it is imported, before the devices "
+            "are set up: move that into its functions"
+        ) from error
+
+
+def limit_collectives(stuck: float | None) -> None:
+    """Lets XLA end this process when a collective on GPUs is stuck.
+
+    By itself it waits for ever. It reads the limit from the environment, once. It is
+    for hangs within a process, and for a supervisor that hangs itself, so it comes long
+    after `watch.stuck`.
+
+    Args:
+      stuck: `watch.stuck` in seconds; None learns it, 0 waits for ever.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if stuck == 0 or TIMEOUT in flags or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return
+    seconds = max(600, math.ceil(2 * (stuck or 0)))
+    os.environ["XLA_FLAGS"] = f"{flags} --{TIMEOUT}={seconds}".strip()
+
+
+def cache_compilations(run: Path | None = None) -> None:
+    """Turns on JAX's persistent compilation cache, if its folder can be written.
+
+    The folder must be this user's own, as what is in it runs.
+
+    Process 0 alone writes there, so a job of several hosts needs one that all of them
+    see: otherwise all but the first compile again at each start.
+
+    Args:
+      run: The folder of a run on several hosts, which keeps its programs itself; None
+        keeps them in the user's cache.
+    """
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    folder = Path(given or (run / COMPILED if run else "~/.cache/jshard/xla"))
+    try:
+        if "://" not in given:  # JAX itself writes to buckets
+            folder = folder.expanduser()
+            folder.mkdir(parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():
+                raise PermissionError("it belongs to another user, and programs run")
+            tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        warnings.warn(
+            f"compiled programs are not cached: cannot use {folder} ({error}); "
+            "set JAX_COMPILATION_CACHE_DIR to a folder that can be written",
+            stacklevel=1,
+        )
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    jax.config.update("jax_compilation_cache_dir", given or str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

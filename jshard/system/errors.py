@@ -1,0 +1,53 @@
+"""Errors that tell the user more in one line than in a traceback."""
+
+import errno
+from collections.abc import Sequence
+
+from jshard.system.formatting import one_line
+
+
+def some_of(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
+    """Joins the first few texts, and says how many more there are."""
+    more = len(texts) - limit
+    shown = separator.join(texts[:limit])
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Returns whether an error is that of a full disk, or of a used-up quota."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+class _OneLine(Exception):
+    """An error that a notebook shows as its line alone, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:  # asked for by IPython
+        return [f"{type(self).__name__}: {one_line(str(self))}"]
+
+
+class UserError(_OneLine, ValueError):
+    """A mistake by the user; its one line says what is wrong, where, and what to do.
+
+    The command line exits with 2.
+    """
+
+
+class RunFailed(_OneLine, RuntimeError):
+    """A run that cannot continue, but not because of a bug: a full disk, a nan loss.
+
+    The command line exits with 1.
+    """
+
+
+class Interrupted(RunFailed):
+    """A run that a signal ended before it could save anything.
+
+    The command line exits with 130.
+    """
+
+
+class Preempted(_OneLine, RuntimeError):
+    """A run that a signal ended after its state was saved; it can be resumed.
+
+    The command line exits with 75, which schedulers know as "try again".
+    """

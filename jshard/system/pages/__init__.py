@@ -1,0 +1,1 @@
+"""Pages of one file, their charts and their pictures."""
