@@ -200,8 +200,8 @@ def jax_newest(session: nox.Session) -> None:
     # Not the command line, data, reports and processes again.
     files = """tests/collectives tests/cpu tests/unit tests/optim tests/nn tests/layout
         tests/parallel tests/system/compat tests/test_parity.py tests/fsdp/test_wrt.py
-        tests/fsdp/test_existing_model.py tests/fsdp/test_mesh.py
-        tests/fsdp/test_precision.py tests/checkpoint/test_checkpoint.py
+        tests/fsdp/test_existing_model.py tests/sharding/settings/test_mesh.py
+        tests/sharding/settings/test_precision.py tests/checkpoint/test_checkpoint.py
         tests/checkpoint/test_restore_memory.py"""
     pytest(session, python, f"{part(8)} {files}", env=KEPT)
 

@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jshard
 from gspmd_experts import expert_spec
 from gspmd_float8 import overwritten
-from jshard.fsdp.mesh import EXPERT, FSDP, REPLICA
 from jshard.models.llama import Stream
+from jshard.sharding.settings.mesh import EXPERT, FSDP, REPLICA
 
 # XLA_FLAGS of MaxText's published Llama-2-7B run on 8 and 64 H100s, less the dump:
 # github.com/AI-Hypercomputer/maxtext, MaxText/configs/a3/llama_2_7b/8vm.sh at

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.fsdp.mesh import EXPERT, FSDP, REPLICA
+from jshard.sharding.settings.mesh import EXPERT, FSDP, REPLICA
 
 _CAPACITY = 1
 

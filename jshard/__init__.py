@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from jshard.checkpoint.checkpointer import Checkpointer as Checkpointer
     from jshard.collectives.reduce import pmean as pmean
     from jshard.fsdp.fsdp import FSDP as FSDP
-    from jshard.fsdp.mesh import make_mesh as make_mesh
-    from jshard.fsdp.policy import Names as Names
-    from jshard.fsdp.policy import Offload as Offload
-    from jshard.fsdp.policy import Policy as Policy
-    from jshard.fsdp.precision import Precision as Precision
-    from jshard.fsdp.state import TrainState as TrainState
     from jshard.generation.generator import generate as generate
     from jshard.hub.parameters import restore_orbax as restore_orbax
     from jshard.nn.dropout import Dropout as Dropout
-    from jshard.nn.loss import Loss as Loss
-    from jshard.nn.loss import Mean as Mean
-    from jshard.nn.loss import Means as Means
+    from jshard.sharding.settings.loss import Loss as Loss
+    from jshard.sharding.settings.loss import Mean as Mean
+    from jshard.sharding.settings.loss import Means as Means
+    from jshard.sharding.settings.mesh import make_mesh as make_mesh
+    from jshard.sharding.settings.policy import Names as Names
+    from jshard.sharding.settings.policy import Offload as Offload
+    from jshard.sharding.settings.policy import Policy as Policy
+    from jshard.sharding.settings.precision import Precision as Precision
+    from jshard.sharding.settings.state import TrainState as TrainState
     from jshard.system.compat.versions import __version__ as __version__
     from jshard.system.errors import UserError as UserError
     from jshard.training.trainer import Trainer as Trainer

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 
 from jshard.collectives.gather import all_gather
 from jshard.cpu.order import in_order
-from jshard.fsdp.mesh import FSDP, manual_axes, names_of, shard_axes
-from jshard.fsdp.policy import Reshard, UnitPolicy
-from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.mesh import FSDP, manual_axes, names_of, shard_axes
+from jshard.sharding.settings.policy import Reshard, UnitPolicy
+from jshard.sharding.settings.precision import is_float
 from jshard.system.compat.jaxprs import Static, is_typed
 from jshard.system.errors import UserError
 from jshard.unit.stack import make_scan, split_aux

@@ -12,8 +12,8 @@ from jax import lax
 
 import jshard
 from jshard.fsdp import step
-from jshard.fsdp.mesh import TENSOR, sequence_axes
-from jshard.nn import loss
+from jshard.sharding.settings import loss
+from jshard.sharding.settings.mesh import TENSOR, sequence_axes
 from jshard.testing import check_step
 
 

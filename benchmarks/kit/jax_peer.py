@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 import compiling
 import gspmd
 from jshard.config.run_config import Config
-from jshard.fsdp.mesh import BATCH
 from jshard.plan import tracing_for
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.sharding.settings.mesh import BATCH
 from kit.jobs import Job
 from kit.training import peak_bytes
 from kit.turns import WARM_UP, open_answers, random_batch, take_turns

@@ -27,8 +27,8 @@ from jshard.checkpoint.participants import Participants, why
 from jshard.checkpoint.restore import find_damage, newest_intact, restore_state
 from jshard.checkpoint.selected.best_step import best_among
 from jshard.checkpoint.step_folders import find_steps, step_folder
-from jshard.fsdp.callers_mesh import own_mesh
-from jshard.fsdp.state import TrainState, check_kept
+from jshard.sharding.settings.callers_mesh import own_mesh
+from jshard.sharding.settings.state import TrainState, check_kept
 from jshard.system.cli.paths import check_path, is_bucket
 from jshard.system.errors import UserError
 

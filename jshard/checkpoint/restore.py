@@ -18,7 +18,7 @@ from jshard.checkpoint.step_folders import (
     step_folder,
 )
 from jshard.checkpoint.stored_arrays import ARRAYS, check, load
-from jshard.fsdp.state import TrainState
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of
 
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files

@@ -17,8 +17,8 @@ from orbax.checkpoint import v1 as ocp
 from jshard.checkpoint import metadata
 from jshard.checkpoint.buckets import arrays as bucket
 from jshard.checkpoint.metadata import STORED_SHAPE
-from jshard.fsdp.state import TrainState
 from jshard.nn.dropout import is_random
+from jshard.sharding.settings.state import TrainState
 from jshard.system.compat.orbax import database, open_array, open_in_database
 from jshard.system.errors import UserError, some_of
 

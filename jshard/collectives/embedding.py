@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.reduce import all_reduce_in_unit
-from jshard.fsdp.mesh import REPLICA, shard_axes
-from jshard.fsdp.precision import is_quantized
-from jshard.fsdp.scopes import LOOK_UP
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.mesh import REPLICA, shard_axes
+from jshard.sharding.settings.precision import is_quantized
+from jshard.sharding.settings.scopes import LOOK_UP
 
 
 def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:

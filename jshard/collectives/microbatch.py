@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.fsdp.mesh import manual_axes
+from jshard.sharding.settings.mesh import manual_axes
 
 # (index, number) of the micro-batch being traced.
 _microbatch = contextvars.ContextVar[tuple[Any, int]]("microbatch", default=(0, 1))

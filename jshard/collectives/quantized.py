@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.fsdp.mesh import shard_axes
+from jshard.sharding.settings.mesh import shard_axes
 
 BLOCK = 256  # values that share a scale of four bytes, which adds 1.6 % on the wire
 

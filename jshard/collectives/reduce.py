@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.mesh import manual_axes
-from jshard.fsdp.scopes import ALL_REDUCE, REDUCE_SCATTER
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.mesh import manual_axes
+from jshard.sharding.settings.scopes import ALL_REDUCE, REDUCE_SCATTER
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:

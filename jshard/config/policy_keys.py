@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jshard.config.run_config import Config
-from jshard.fsdp.policy import POLICIES, Names, Offload, Policy, UnitPolicy
-from jshard.fsdp.precision import Precision
+from jshard.sharding.settings.policy import POLICIES, Names, Offload, Policy, UnitPolicy
+from jshard.sharding.settings.precision import Precision
 from jshard.system.cli.knob import Knob, knobs
 from jshard.system.cli.options import read_value
 from jshard.system.compat.xla_options import check_options

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jshard.fsdp.policy import BY_MEMORY, Policy
+from jshard.sharding.settings.policy import BY_MEMORY, Policy
 from jshard.system.cli.knob import Knob, knobs
 
 FIT = "fit"  # the value of a key that `training.fit` chooses

@@ -18,7 +18,6 @@ from jshard.fit.memory_choice import (
     fit,
     is_open,
 )
-from jshard.fsdp.mesh import groups_of_examples, hosts_of, mesh_text
 from jshard.plan.start_up import network_axes
 from jshard.recipe.build import Job, abstract_batch, make_job
 from jshard.recipe.definition import Recipe
@@ -27,6 +26,7 @@ from jshard.run.resume import (
     changed_keys,
     read_config,
 )
+from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, mesh_text
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
 

@@ -27,7 +27,7 @@ from jax import lax
 from jshard.collectives.float4 import decoded_scales, from_float4, unpack
 from jshard.collectives.quantized import power_of_two
 from jshard.float8.formats import FORMATS, Format, Rows, Weight
-from jshard.fsdp.scopes import FLOAT8
+from jshard.sharding.settings.scopes import FLOAT8
 from jshard.system.compat.cudnn_calls import block_scaled_primitive
 
 

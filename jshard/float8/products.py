@@ -38,7 +38,7 @@ from jax import lax
 from jshard.collectives.quantized import largest, tensor_scale, to_float8
 from jshard.float8 import blocks
 from jshard.float8.formats import FORMATS
-from jshard.fsdp.scopes import FLOAT8
+from jshard.sharding.settings.scopes import FLOAT8
 from jshard.system.errors import UserError
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -12,14 +12,14 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.four_bit.codes import BLOCK, FourBit
-from jshard.fsdp.mesh import shard_axes, shards_of
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_size
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.padding import exact_types
 from jshard.layout.specs import shard_dim
 from jshard.layout.variables import own_dtypes
+from jshard.sharding.settings.mesh import shard_axes, shards_of
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 
 FOUR_BIT = "four_bit"  # metadata key of a parameter in 4 bits: its FourBit

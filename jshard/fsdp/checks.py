@@ -13,7 +13,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.float8.formats import FORMATS
-from jshard.fsdp.mesh import (
+from jshard.layout.layer_dims import layer_dims
+from jshard.layout.padding import exact_types
+from jshard.layout.state_layout import Layout
+from jshard.layout.variables import array_name, variables
+from jshard.optim.stacks.layers_apart import check_layers
+from jshard.sharding.settings.mesh import (
     CONTEXT,
     FSDP,
     REPLICA,
@@ -22,14 +27,9 @@ from jshard.fsdp.mesh import (
     named_sizes,
     shards_of,
 )
-from jshard.fsdp.policy import OF_STACKS, OF_UNITS, Policy, prefixes
-from jshard.fsdp.precision import is_float
-from jshard.fsdp.state import TrainState
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.padding import exact_types
-from jshard.layout.state_layout import Layout
-from jshard.layout.variables import array_name, variables
-from jshard.optim.stacks.layers_apart import check_layers
+from jshard.sharding.settings.policy import OF_STACKS, OF_UNITS, Policy, prefixes
+from jshard.sharding.settings.precision import is_float
+from jshard.sharding.settings.state import TrainState
 from jshard.system.compat.absent_gpus import cudnn_version
 from jshard.system.errors import UserError, some_of
 from jshard.unit.modules import Stack, is_unit, own_paths

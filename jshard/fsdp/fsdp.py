@@ -14,12 +14,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.cpu.order import in_order
 from jshard.cpu.pacing import pace
 from jshard.fsdp import checks, given, step
-from jshard.fsdp.callers_mesh import in_own_mesh, own_mesh
-from jshard.fsdp.mesh import check_mesh, platform, shards_of
-from jshard.fsdp.policy import Policy
 from jshard.fsdp.program import new_state
 from jshard.fsdp.program.together import Together
-from jshard.fsdp.state import ModelArrays, Step, TrainState, check_kept
 from jshard.layout import transfer
 from jshard.layout.batch import check_fields, split_batch
 from jshard.layout.capacity import check_capacity
@@ -28,10 +24,14 @@ from jshard.layout.memory_kinds import check_memory, on_device
 from jshard.layout.padding import pad
 from jshard.layout.state_layout import Layout
 from jshard.layout.variables import is_variable
-from jshard.nn.loss import Means
 from jshard.optim import nnx_optimizer
 from jshard.optim.update import first_fields
 from jshard.parallel.splits import Split
+from jshard.sharding.settings.callers_mesh import in_own_mesh, own_mesh
+from jshard.sharding.settings.loss import Means
+from jshard.sharding.settings.mesh import check_mesh, platform, shards_of
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.state import ModelArrays, Step, TrainState, check_kept
 from jshard.system.compat import xla_options
 from jshard.unit.model import of_one_device
 

@@ -12,10 +12,10 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from jshard.fsdp.callers_mesh import taken
-from jshard.fsdp.state import check_kept
 from jshard.layout.specs import is_annotated
 from jshard.layout.variables import expose_arrays, reachable, variables
+from jshard.sharding.settings.callers_mesh import taken
+from jshard.sharding.settings.state import check_kept
 from jshard.system.compat.flax_modules import is_pytree, record, unrecorded
 from jshard.system.errors import UserError
 from jshard.unit.calls import variables_in

@@ -20,19 +20,10 @@ from jshard.collectives.gather import all_gather
 from jshard.collectives.microbatch import microbatch
 from jshard.collectives.reduce import all_reduce, scatter
 from jshard.fsdp.accumulate import accumulate, first_of, split
-from jshard.fsdp.mesh import (
-    axes_of,
-    examples_spec,
-    manual_axes,
-    split_sequences,
-    stages_of,
-)
-from jshard.fsdp.precision import at_least_float32
 from jshard.fsdp.program.draws import with_rngs
 from jshard.fsdp.program.refusals import check_means
 from jshard.fsdp.program.told import say_what_is_written, tell_of_reads, written
 from jshard.fsdp.program.traced import differing, once_checked, tracing
-from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.batch import batch_specs, check_batch
 from jshard.layout.memory_kinds import typed_as_device
 from jshard.layout.placement import Placement
@@ -40,12 +31,21 @@ from jshard.layout.state_layout import Layout
 from jshard.layout.variables import variables
 from jshard.nn.count import add_up
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
-from jshard.nn.loss import Means, over_devices, seeds, terms_of
 from jshard.optim.update import check_state, next_state
-from jshard.pipe.in_stages import in_stages
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
+from jshard.sharding.settings.in_stages import in_stages
+from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
+from jshard.sharding.settings.mesh import (
+    axes_of,
+    examples_spec,
+    manual_axes,
+    split_sequences,
+    stages_of,
+)
+from jshard.sharding.settings.precision import at_least_float32
+from jshard.sharding.settings.state import ModelArrays, TrainState
 from jshard.system.compat.jaxprs import replay
 from jshard.system.errors import UserError
 from jshard.unit.calls import own_containers

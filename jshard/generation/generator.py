@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.state import TrainState
 from jshard.generation import decoding
 from jshard.generation.decoding import NOTHING, Rows
 from jshard.generation.prompts import (
@@ -23,6 +21,8 @@ from jshard.generation.prompts import (
 from jshard.generation.sampling import Sampling
 from jshard.generation.weight_placement import Placement, replicated, sharded
 from jshard.layout import transfer
+from jshard.sharding.settings.callers_mesh import own_mesh
+from jshard.sharding.settings.state import TrainState
 
 _PREFILL = 512  # tokens of each prompt whose scores exist at a time
 _ROUND = 64  # prompts of similar lengths run the same program

@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.mesh import examples_spec
-from jshard.fsdp.state import TrainState
 from jshard.generation.unstacked import without_stacks
 from jshard.generation.weights_first import keep_outputs_first
+from jshard.sharding.settings.mesh import examples_spec
+from jshard.sharding.settings.state import TrainState
 
 _DATA = PartitionSpec("data")
 

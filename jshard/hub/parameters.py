@@ -24,7 +24,6 @@ from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps
 from jshard.checkpoint.stored_arrays import check, load_parameters, match_parameters
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.state import TrainState
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_read import (
     check_safetensors,
@@ -33,6 +32,7 @@ from jshard.hub.safetensors_read import (
 )
 from jshard.hub.tied_heads import other_head
 from jshard.optim import counts
+from jshard.sharding.settings.state import TrainState
 from jshard.system.cli.paths import check_path
 from jshard.system.errors import UserError
 

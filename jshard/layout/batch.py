@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.fsdp.callers_mesh import given_back, own_mesh
-from jshard.fsdp.mesh import (
+from jshard.sharding.settings.callers_mesh import given_back, own_mesh
+from jshard.sharding.settings.mesh import (
     axes_of,
     batch_spec,
     devices_of_a_sequence,

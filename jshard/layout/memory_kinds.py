@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.fsdp.policy import Policy
+from jshard.sharding.settings.policy import Policy
 from jshard.system.compat.programs import primitives
 from jshard.system.errors import UserError
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import jax
 
 from jshard.four_bit.codes import FourBit
-from jshard.fsdp.mesh import names_of, shard_axes
 from jshard.layout.padding import lengthened, shortened
+from jshard.sharding.settings.mesh import names_of, shard_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard.fsdp.mesh import (
+from jshard.layout.layer_dims import layer_dims
+from jshard.layout.padding import Padding, padded_dim, shape_of_layer
+from jshard.layout.placement import Placement
+from jshard.parallel.splits import WHOLE, Parts
+from jshard.sharding.settings.mesh import (
     AXES,
     FSDP,
     REPLICA,
@@ -18,11 +22,7 @@ from jshard.fsdp.mesh import (
     shard_axes,
     shards_of,
 )
-from jshard.fsdp.policy import Policy
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.padding import Padding, padded_dim, shape_of_layer
-from jshard.layout.placement import Placement
-from jshard.parallel.splits import WHOLE, Parts
+from jshard.sharding.settings.policy import Policy
 from jshard.system.errors import UserError
 
 # Metadata key of an embedding table that is a Unit of its own.

@@ -10,10 +10,6 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.four_bit.base import four_bit_of
-from jshard.fsdp.mesh import axes_of, names_of, shard_axes, stages_of
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.precision import Precision, is_float, is_quantized
-from jshard.fsdp.state import ModelArrays, TrainState
 from jshard.layout.memory_kinds import HOST, on_host
 from jshard.layout.padding import PADDING, pad, padding_now, padding_of
 from jshard.layout.placement import Placement
@@ -27,6 +23,10 @@ from jshard.layout.specs import (
 )
 from jshard.layout.variables import own_dtypes
 from jshard.parallel.splits import WHOLE, Parts, Split, find_splits
+from jshard.sharding.settings.mesh import axes_of, names_of, shard_axes, stages_of
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.precision import Precision, is_float, is_quantized
+from jshard.sharding.settings.state import ModelArrays, TrainState
 from jshard.system.errors import UserError
 
 Path = tuple[Any, ...]  # The path of a variable in the model.

@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.precision import own_dtype
-from jshard.fsdp.state import TrainState
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.precision import own_dtype
+from jshard.sharding.settings.state import TrainState
 
 
 def is_variable(value: Any) -> bool:

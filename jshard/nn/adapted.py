@@ -20,10 +20,10 @@ from flax import nnx
 from jax import lax
 
 from jshard.four_bit.base import over_layers
-from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device
 from jshard.layout.padding import exact, pad
 from jshard.layout.variables import of_class
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.unit.modules import is_unit, unit_class
 

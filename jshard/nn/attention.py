@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jshard.fsdp.mesh import capability
-from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
 from jshard.parallel.context import on_whole_sequences
+from jshard.sharding.settings.mesh import capability
+from jshard.sharding.settings.policy import ATTENTION_OPERANDS
 from jshard.system.compat.cudnn_calls import packed_attention
 from jshard.system.errors import UserError
 

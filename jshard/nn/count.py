@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.fsdp.precision import at_least_float32
+from jshard.sharding.settings.precision import at_least_float32
 
 # D: digits, the lowest first.
 DIGITS, BITS = 4, 16

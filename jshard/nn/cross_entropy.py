@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.mesh import TENSOR, on_gpus, sequence_axes
-from jshard.fsdp.precision import is_float
-from jshard.nn.loss import Mean
+from jshard.sharding.settings.loss import Mean
+from jshard.sharding.settings.mesh import TENSOR, on_gpus, sequence_axes
+from jshard.sharding.settings.precision import is_float
 from jshard.system.errors import UserError
 
 

@@ -10,16 +10,16 @@ from flax import nnx
 from jax import lax
 
 from jshard.collectives.microbatch import current_microbatch
-from jshard.fsdp.mesh import (
+from jshard.layout.variables import is_variable
+from jshard.parallel.tensor import within_tensor_parallel
+from jshard.sharding.settings.in_stages import stages_here
+from jshard.sharding.settings.mesh import (
     OUTSIDE_IN,
     context_size,
     manual_axes,
     sequence_axes,
     shared_axes,
 )
-from jshard.layout.variables import is_variable
-from jshard.parallel.tensor import within_tensor_parallel
-from jshard.pipe.in_stages import stages_here
 from jshard.system.errors import UserError
 
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.mesh import sequence_axes
-from jshard.nn.loss import Loss, Mean
+from jshard.sharding.settings.loss import Loss, Mean
+from jshard.sharding.settings.mesh import sequence_axes
 from jshard.system.errors import UserError
 
 DPO_KINDS = ("dpo", "robust", "hinge", "ipo")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.fsdp.precision import at_least_float32
+from jshard.sharding.settings.precision import at_least_float32
 
 
 def tiled(

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import optax
 
-from jshard.fsdp.precision import for_update
 from jshard.layout.padding import PADDING, exact, pad
 from jshard.layout.specs import LOOKED_UP
 from jshard.layout.variables import is_variable
+from jshard.sharding.settings.precision import for_update
 from jshard.system.errors import UserError
 
 _OWN = (PADDING, LOOKED_UP)  # metadata that a mesh and a policy add

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.fsdp.precision import at_least_float32
+from jshard.sharding.settings.precision import at_least_float32
 
 
 def start(params: nnx.State) -> nnx.State:

@@ -8,8 +8,8 @@ scale in float32. A step whose gradients are not finite changes only the scale
 import jax
 import jax.numpy as jnp
 
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.state import LossScale
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.state import LossScale
 
 LARGEST = 2.0**24
 

@@ -13,10 +13,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jshard.fsdp.state import TrainState, check_kept
 from jshard.layout.padding import exact_types
 from jshard.layout.transfer import as_read, put
 from jshard.layout.variables import is_variable
+from jshard.sharding.settings.state import TrainState, check_kept
 from jshard.system.errors import UserError
 
 

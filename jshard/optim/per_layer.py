@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.layout.variables import is_variable
 from jshard.optim.stacks.known import with_whole_layers
+from jshard.sharding.settings.scopes import within
 
 # The index of the layer being updated, in each Stack around it.
 layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())

@@ -10,10 +10,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.precision import at_least_float32, updated_in
-from jshard.fsdp.scopes import UPDATE
-from jshard.fsdp.state import TrainState
 from jshard.layout.memory_kinds import on_device, on_host
 from jshard.layout.state_layout import Layout
 from jshard.optim import counts, ema, loss_scale
@@ -28,6 +24,10 @@ from jshard.optim.stacks.known import (
 )
 from jshard.optim.streamed_update import streamed_update
 from jshard.optim.whole_layers import sharded_update
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.precision import at_least_float32, updated_in
+from jshard.sharding.settings.scopes import UPDATE
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 
 # (parameters, optimizer's state, averages or None)

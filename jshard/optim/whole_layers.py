@@ -19,11 +19,11 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.fsdp.mesh import axes_of, shard_axes, shards_of
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.scopes import within
 from jshard.layout.padding import padded_dim
 from jshard.layout.specs import shard_dim
+from jshard.sharding.settings.mesh import axes_of, shard_axes, shards_of
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.scopes import within
 
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.mesh import context_size, sequence_axes, split_sequences
-from jshard.fsdp.scopes import EXCHANGE
+from jshard.sharding.settings.mesh import context_size, sequence_axes, split_sequences
+from jshard.sharding.settings.scopes import EXCHANGE
 
 
 def positions(length: int, dtype: Any = None) -> jax.Array:

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.fsdp.mesh import EXPERT, manual_axes, on_gpus
-from jshard.fsdp.precision import at_least_float32
-from jshard.fsdp.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
+from jshard.sharding.settings.mesh import EXPERT, manual_axes, on_gpus
+from jshard.sharding.settings.precision import at_least_float32
+from jshard.sharding.settings.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
 from jshard.system.errors import UserError
 
 

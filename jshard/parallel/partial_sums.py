@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.fsdp.mesh import TENSOR
-from jshard.fsdp.precision import is_float
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.mesh import TENSOR
+from jshard.sharding.settings.precision import is_float
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError

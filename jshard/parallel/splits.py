@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jshard.fsdp.mesh import EXPERT, TENSOR
-from jshard.fsdp.state import TrainState
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.variables import variables
+from jshard.sharding.settings.mesh import EXPERT, TENSOR
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of
 
 

@@ -23,15 +23,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.fsdp.mesh import (
+from jshard.sharding.settings.mesh import (
     TENSOR,
     on_gpus,
     sequence_axes,
     shared_axes,
     split_sequences,
 )
-from jshard.fsdp.precision import is_float
-from jshard.fsdp.scopes import BESIDE_TOKENS, TENSOR_PARALLEL
+from jshard.sharding.settings.precision import is_float
+from jshard.sharding.settings.scopes import BESIDE_TOKENS, TENSOR_PARALLEL
 from jshard.system.errors import UserError
 
 _PARTS = 2  # four hide no more (docs/log/axes_and_pipelines.md)

@@ -18,12 +18,12 @@ from jax import lax
 from jax.extend import core
 
 from jshard.collectives.gather import gather
-from jshard.fsdp.mesh import PIPE
-from jshard.fsdp.policy import UnitPolicy
-from jshard.fsdp.scopes import LAYERS as LAYERS_SCOPE
 from jshard.layout.placement import Placement
 from jshard.pipe.schedule import parts_of
 from jshard.pipe.stages import Stages
+from jshard.sharding.settings.mesh import PIPE
+from jshard.sharding.settings.policy import UnitPolicy
+from jshard.sharding.settings.scopes import LAYERS as LAYERS_SCOPE
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.compat.programs.primitives import placeholder

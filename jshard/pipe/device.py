@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.fsdp.accumulate import first_of
-from jshard.fsdp.mesh import PIPE
-from jshard.fsdp.precision import is_float
-from jshard.fsdp.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
-from jshard.nn.loss import Mean
 from jshard.nn.maximum import Max, before_all, combined
 from jshard.pipe.call import Split
 from jshard.pipe.schedule import FORWARD, NONE, Schedule, one_forward_one_backward
+from jshard.sharding.settings.loss import Mean
+from jshard.sharding.settings.mesh import PIPE
+from jshard.sharding.settings.precision import is_float
+from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.system.compat.jaxprs import without_dead_code
 from jshard.unit.layers import layer_of, put_layer
 from jshard.unit.linearize import Inputs, differentiable, merge, select

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.fsdp.mesh import PIPE
-from jshard.fsdp.scopes import STAGES
-from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.pipe.stages import Stages
+from jshard.sharding.settings.mesh import PIPE
+from jshard.sharding.settings.scopes import STAGES
+from jshard.sharding.settings.state import ModelArrays
 
 
 @jax.named_scope(STAGES)

@@ -3,12 +3,12 @@
 import warnings
 from typing import Any
 
-from jshard.fsdp.mesh import stages_of
-from jshard.fsdp.policy import Offload, Policy
-from jshard.fsdp.precision import is_quantized
-from jshard.fsdp.state import ModelArrays
 from jshard.pipe.schedule import bubble, check_micro_batches
 from jshard.pipe.stages import divide
+from jshard.sharding.settings.mesh import stages_of
+from jshard.sharding.settings.policy import Offload, Policy
+from jshard.sharding.settings.precision import is_quantized
+from jshard.sharding.settings.state import ModelArrays
 from jshard.system.errors import UserError
 
 BUSY = 2 / 3  # a pipeline whose stages are busy for less of a step is a warning

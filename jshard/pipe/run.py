@@ -9,14 +9,14 @@ from jax import lax
 from jax.extend import core
 
 from jshard.fsdp.accumulate import Micro
-from jshard.fsdp.mesh import PIPE, manual_axes
-from jshard.fsdp.state import ModelArrays
 from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
-from jshard.nn.loss import Loss, Mean, seeds
 from jshard.nn.maximum import Max, combined
 from jshard.pipe.call import Split, split_program
 from jshard.pipe.device import Stage, pick
+from jshard.sharding.settings.loss import Loss, Mean, seeds
+from jshard.sharding.settings.mesh import PIPE, manual_axes
+from jshard.sharding.settings.state import ModelArrays
 from jshard.system.compat.jaxprs import without_dead_code
 from jshard.system.errors import UserError
 

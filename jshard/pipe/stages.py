@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jshard.fsdp.mesh import stages_of
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.state import ModelArrays
 from jshard.layout.layer_dims import layer_dims, stack_of
+from jshard.sharding.settings.mesh import stages_of
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.state import ModelArrays
 from jshard.system.errors import UserError
 
 

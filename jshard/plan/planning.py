@@ -12,7 +12,6 @@ from jshard.fit.device_memory import usable_bytes
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.hardware import FITTED, Constants, short_name
 from jshard.fit.memory_choice import Traced, check_stages, fit, is_open
-from jshard.fsdp.mesh import groups_of_examples, hosts_of, platform
 from jshard.plan import hlo
 from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX, MXFP8, NVFP4
 from jshard.plan.cost.ticks import Pipeline, pipeline_of
@@ -25,6 +24,7 @@ from jshard.plan.start_up import has_experts, network_axes
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_mesh
 from jshard.recipe.definition import Recipe
+from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, platform
 from jshard.system.errors import UserError
 
 

@@ -13,9 +13,16 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
-from jshard.fsdp.mesh import axes_of as mesh_axes
-from jshard.fsdp.scopes import (
+from jshard.layout.batch import abstract_batch
+from jshard.layout.state_layout import Layout
+from jshard.nn.attention import KERNELS
+from jshard.nn.dropout import plain_streams
+from jshard.pipe.schedule import bubble
+from jshard.pipe.stages import divide
+from jshard.plan.state_note import parameters, placed
+from jshard.sharding.settings.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
+from jshard.sharding.settings.mesh import axes_of as mesh_axes
+from jshard.sharding.settings.scopes import (
     EXCHANGE_TOKENS,
     FIRST_STAGE,
     FLOAT8,
@@ -24,14 +31,7 @@ from jshard.fsdp.scopes import (
     SCHEDULE,
     TENSOR_PARALLEL,
 )
-from jshard.fsdp.state import TrainState
-from jshard.layout.batch import abstract_batch
-from jshard.layout.state_layout import Layout
-from jshard.nn.attention import KERNELS
-from jshard.nn.dropout import plain_streams
-from jshard.pipe.schedule import bubble
-from jshard.pipe.stages import divide
-from jshard.plan.state_note import parameters, placed
+from jshard.sharding.settings.state import TrainState
 from jshard.system.compat.jaxprs import axes_of, groups_of, scopes_of
 from jshard.system.errors import some_of
 from jshard.system.formatting import format_bytes

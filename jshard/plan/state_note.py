@@ -9,14 +9,14 @@ import numpy as np
 from flax import nnx
 
 from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
-from jshard.fsdp.mesh import shards_of
-from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_bytes
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.memory_kinds import HOST
 from jshard.layout.padding import exact_types, padding_now
 from jshard.layout.state_layout import Layout
 from jshard.optim.per_layer import PerLayerState
+from jshard.sharding.settings.mesh import shards_of
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import some_of
 from jshard.system.formatting import format_bytes
 from jshard.unit.modules import own_paths

@@ -9,7 +9,6 @@ import jax
 from jshard.checkpoint import frozen
 from jshard.checkpoint.buckets.arrays import shown
 from jshard.checkpoint.restore import restore_state
-from jshard.fsdp.state import TrainState
 from jshard.hub import peft
 from jshard.hub.adapters import reading
 from jshard.hub.file_tensor import FileTensor
@@ -25,6 +24,7 @@ from jshard.hub.parameters import (
 from jshard.optim import counts
 from jshard.recipe.build import Job
 from jshard.recipe.model_map import find_map, model_of, require_map
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 
 

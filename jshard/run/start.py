@@ -13,7 +13,6 @@ from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
 from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config, flatten
 from jshard.data.position import read_position
-from jshard.fsdp.state import TrainState
 from jshard.report.run_files import read_metrics
 from jshard.run.metrics_lines import Line, Metrics, look_through
 from jshard.run.resume import (
@@ -24,6 +23,7 @@ from jshard.run.resume import (
     read_config,
     read_notes,
 )
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
 

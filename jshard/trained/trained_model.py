@@ -19,12 +19,7 @@ from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.fit.memory_choice import Candidate
-from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.mesh import make_mesh
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.precision import Precision, own_dtype, set_compute_dtype
-from jshard.fsdp.state import TrainState
 from jshard.hub.huggingface_folder import (
     is_huggingface,
     is_somewhere,
@@ -40,6 +35,11 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import IGNORED, SOURCE, find_map
 from jshard.run.source import find_source
+from jshard.sharding.settings.callers_mesh import own_mesh
+from jshard.sharding.settings.mesh import make_mesh
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.precision import Precision, own_dtype, set_compute_dtype
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.trained.huggingface_export import find_recipe_of
 

@@ -20,11 +20,11 @@ from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
 from jshard.evaluate.in_runs import RunTasks
-from jshard.fsdp.state import TrainState
 from jshard.recipe import contract
 from jshard.recipe.epochs import describe_epoch
 from jshard.run.loggers.services import check_loggers
 from jshard.run.start import Start
+from jshard.sharding.settings.state import TrainState
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.callbacks.evaluation import prepare_evaluation
 from jshard.training.callbacks.samples import prepare_pictures, prepare_sample

@@ -18,8 +18,6 @@ from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import read_state, state_files
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.state import TrainState
 from jshard.layout.batch import rows_of_process
 from jshard.layout.capacity import check_capacity
 from jshard.recipe import contract
@@ -28,6 +26,8 @@ from jshard.recipe.definition import Recipe
 from jshard.run.bucket import RunInBucket
 from jshard.run.source import Source, find_source
 from jshard.run.start import Start, find_start
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.state import TrainState
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree, facts_of_jax
 from jshard.training.precomputed import Precomputed

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshard.data.batches import TrainingBatches
-from jshard.fsdp.state import TrainState
+from jshard.sharding.settings.state import TrainState
 from jshard.training.precomputed import Precomputed
 from jshard.training.throughput import Throughput
 

@@ -17,9 +17,13 @@ from jax.sharding import Mesh
 from jshard.config.policy_keys import write_policy
 from jshard.config.run_config import Config
 from jshard.data.dataset import as_dataset, as_sets, make_training_data
-from jshard.fsdp.callers_mesh import own_mesh
 from jshard.fsdp.fsdp import FSDP as _FSDP
-from jshard.fsdp.mesh import (
+from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
+from jshard.report.run_files import read_metrics
+from jshard.report.run_report import REPORT
+from jshard.run.bucket import RunInBucket, open_workdir
+from jshard.sharding.settings.callers_mesh import own_mesh
+from jshard.sharding.settings.mesh import (
     CONTEXT,
     EXPERT,
     FSDP,
@@ -28,12 +32,8 @@ from jshard.fsdp.mesh import (
     TENSOR,
     check_mesh,
 )
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.state import TrainState
-from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
-from jshard.report.run_files import read_metrics
-from jshard.report.run_report import REPORT
-from jshard.run.bucket import RunInBucket, open_workdir
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Members, Peers
 from jshard.training.callbacks.evaluation import prepare_evaluation

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.fsdp.policy import UnitPolicy
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.policy import UnitPolicy
 from jshard.unit.linearize import Inputs, Layer
 from jshard.unit.unit import barrier, drop
 

@@ -18,16 +18,16 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.collectives.gather import gather
-from jshard.fsdp.policy import (
+from jshard.layout.placement import Placement
+from jshard.parallel.partial_sums import check_partial_sums
+from jshard.sharding.settings.policy import (
     ATTENTION_OPERANDS,
     INPUTS,
     Names,
     Offload,
     UnitPolicy,
 )
-from jshard.fsdp.precision import is_float
-from jshard.layout.placement import Placement
-from jshard.parallel.partial_sums import check_partial_sums
+from jshard.sharding.settings.precision import is_float
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError

@@ -20,7 +20,6 @@ from flax import nnx
 from jshard.collectives.embedding import is_cheaper, look_up
 from jshard.float8.products import Float8
 from jshard.float8.weights import in_float8
-from jshard.fsdp.policy import UnitPolicy
 from jshard.layout.layer_dims import mark_layers
 from jshard.layout.placement import Placement
 from jshard.layout.specs import is_table, mark_table
@@ -32,6 +31,7 @@ from jshard.layout.variables import (
 )
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
+from jshard.sharding.settings.policy import UnitPolicy
 from jshard.system.compat.flax_modules import Derived, derived
 from jshard.system.compat.jaxprs import Static
 from jshard.system.errors import UserError

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.gather import gather
-from jshard.fsdp.mesh import REPLICA
-from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.mesh import REPLICA
+from jshard.sharding.settings.scopes import LAYERS
 from jshard.system.compat.xla_options import GATHERS_LATE
 from jshard.unit import layers
 from jshard.unit.linearize import Inputs, select

@@ -22,9 +22,9 @@ import numpy as np
 from flax import nnx
 
 from jshard.collectives.gather import all_gather
-from jshard.fsdp.scopes import within
 from jshard.layout.placement import Placement
 from jshard.layout.variables import opened
+from jshard.sharding.settings.scopes import within
 from jshard.system.compat.jaxprs import Static
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError

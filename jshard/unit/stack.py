@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.gather import gather
-from jshard.fsdp.mesh import on_gpus
-from jshard.fsdp.policy import Offload, UnitPolicy
-from jshard.fsdp.scopes import LAYERS
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.mesh import on_gpus
+from jshard.sharding.settings.policy import Offload, UnitPolicy
+from jshard.sharding.settings.scopes import LAYERS
 from jshard.system.errors import UserError
 from jshard.unit import layers, pipeline
 from jshard.unit.linearize import (

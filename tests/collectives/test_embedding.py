@@ -19,8 +19,8 @@ from decoder import policies
 from filled import filled
 from h100 import h100s
 from jshard.collectives.embedding import is_cheaper
-from jshard.fsdp.mesh import BATCH
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.mesh import BATCH
 from parity import make_mesh
 
 VOCAB, WIDTH, BATCH_SIZE, TIME = 96, 16, 32, 8

@@ -95,9 +95,12 @@ def test_what_is_added_is_missed(tmp_path, monkeypatch):
     import jshard
 
     monkeypatch.setattr(jshard, "__all__", [*dir(jshard), "brand_new"])
-    page = {tmp_path / "page.md": "```python\nfrom jshard.nn.loss import other\n```\n"}
+    page = {
+        tmp_path
+        / "page.md": "```python\nfrom jshard.sharding.settings.loss import other\n```\n"
+    }
     missed = undocumented_names(PAGES | page)
-    assert missed == {"jshard.brand_new", "jshard.nn.loss.other"}
+    assert missed == {"jshard.brand_new", "jshard.sharding.settings.loss.other"}
 
     assert undocumented_keys(PAGES[DOCS / "knobs.md"], {"policy.new"}) == {"policy.new"}
     assert unknown_keys("--config.policy.old=1 --config.steps=2") == {"policy.old"}

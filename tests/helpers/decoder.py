@@ -18,10 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hlo
 import jshard
-from jshard.fsdp.mesh import FSDP, REPLICA
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import sharded_dim
 from jshard.optim.whole_layers import sharded_update
+from jshard.sharding.settings.mesh import FSDP, REPLICA
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ import parity
 from filled import filled
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.nn.loss import Loss, Mean
 from jshard.plan.start_up import traffic
+from jshard.sharding.settings.loss import Loss, Mean
 
 TIME, VOCABULARY, STEPS = 24, 40, 3
 SIZES: dict[str, Any] = {

@@ -12,8 +12,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard
-from jshard.fsdp.policy import ATTENTION_OPERANDS
 from jshard.plan import GPUS, tracing_for
+from jshard.sharding.settings.policy import ATTENTION_OPERANDS
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
 CPU = AbstractDevice("cpu", None, "cpu")

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 
 import jshard
 from h100 import h100s
-from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS, compile_for, hlo, tracing_for
 from jshard.plan.cost.kernel_work import work
+from jshard.sharding.settings.mesh import BATCH
 
 FLASH = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 1}
 TOKENS = 4096

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from test_cross_entropy import arguments, plain, squared_plain
 
 import jshard
-from jshard.fsdp.mesh import TENSOR, split_sequences
 from jshard.nn import cross_entropy, token_log_probs
+from jshard.sharding.settings.mesh import TENSOR, split_sequences
 
 # The module, not the function of its name.
 cross_entropy_module = importlib.import_module("jshard.nn.cross_entropy")

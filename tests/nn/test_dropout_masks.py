@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 import jshard
 from jshard.collectives.microbatch import microbatch
-from jshard.fsdp.mesh import batch_spec, split_sequences
 from jshard.nn import dropout
-from jshard.pipe.in_stages import in_stages
+from jshard.sharding.settings.in_stages import in_stages
+from jshard.sharding.settings.mesh import batch_spec, split_sequences
 
 RATE, SHAPE = 0.25, (16, 4, 3)
 

@@ -14,11 +14,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jshard
-from jshard.fsdp.mesh import split_sequences
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.nn.loss import as_loss
 from jshard.nn.preference import DPO_KINDS, Answers, dpo, orpo, sum_of_answers
 from jshard.recipes import preference
+from jshard.sharding.settings.loss import as_loss
+from jshard.sharding.settings.mesh import split_sequences
 from parity import by_path, error
 
 RNG = np.random.default_rng(0)

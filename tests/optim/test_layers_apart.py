@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.fsdp.scopes import within
 from jshard.layout.layer_dims import mark_layers
 from jshard.optim.bf16_moments import Bf16MomentsState
 from jshard.optim.per_layer import PerLayerState, first_layer, stack_name
+from jshard.sharding.settings.scopes import within
 
 KEEP = optax.trace(0.0)  # whose moment is the gradient, which is then rounded
 LAYERS = 3

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.fsdp.state import LossScale
 from jshard.optim import ema, loss_scale
 from jshard.optim.whole_layers import _dim
+from jshard.sharding.settings.state import LossScale
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from filled import filled
-from jshard.fsdp.mesh import split_sequences
 from jshard.parallel.context import on_whole_sequences, positions, whole_sequences
 from jshard.parallel.tensor import (
     norm_columns,
@@ -21,6 +20,7 @@ from jshard.parallel.tensor import (
     tensor_parallel,
     with_all_columns,
 )
+from jshard.sharding.settings.mesh import split_sequences
 
 SEQUENCE = P(None, ("context", "tensor"))
 FEATURES = P(None, None, "tensor")

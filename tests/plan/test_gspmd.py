@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jshard.fsdp.mesh import make_mesh
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama
 from jshard.models.llama_config import LlamaConfig
+from jshard.sharding.settings.mesh import make_mesh
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import gspmd  # pyright: ignore[reportMissingImports]

@@ -14,10 +14,10 @@ import hlo
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from h100 import h100s
-from jshard.fsdp.mesh import BATCH
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.plan import GPUS as KINDS
 from jshard.plan import compile_for, tracing_for
+from jshard.sharding.settings.mesh import BATCH
 
 pytestmark = pytest.mark.h100
 

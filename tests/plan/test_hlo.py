@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from hlo import Array, collectives, dots
-from jshard.fsdp.scopes import FURTHER_ROUNDS
 from jshard.plan import hlo as plan_hlo
+from jshard.sharding.settings.scopes import FURTHER_ROUNDS
 
 HEADER = "HloModule test, is_scheduled=true, num_partitions=8\n"
 

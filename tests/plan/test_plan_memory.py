@@ -14,11 +14,11 @@ import hlo
 import jshard
 from decoder import Sizes, loss_fn, make_decoder, policies
 from h100 import h100s
-from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory.breakdown import Memory, memory
 from jshard.plan.output.plan_text import memory_rows
+from jshard.sharding.settings.mesh import BATCH
 
 DEVICES, EXAMPLES = 8, 2
 SIZES = Sizes(layers=16, width=256, hidden=1024, vocab=64, length=32)

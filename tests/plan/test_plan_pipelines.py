@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from jshard.fsdp.mesh import make_mesh
 from jshard.pipe.schedule import bubble
 from jshard.plan import has_plugin, topology
+from jshard.sharding.settings.mesh import make_mesh
 
 pytestmark = [
     pytest.mark.skipif(not has_plugin(), reason="needs the extra plan"),

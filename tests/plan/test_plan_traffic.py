@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 import jshard
 from decoder import MOMENTUM, Sizes, loss_fn, make_decoder
 from hlo import compile
-from jshard.fsdp.mesh import BATCH
 from jshard.plan import start_up
 from jshard.plan.cost.traffic import count, least
 from jshard.plan.hlo.program_text import parse
+from jshard.sharding.settings.mesh import BATCH
 
 SIZES = Sizes(layers=3)
 HEAD = 4 * SIZES.width * SIZES.vocab * 7 // 8  # bytes that one gather of it brings

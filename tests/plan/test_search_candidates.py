@@ -15,7 +15,6 @@ from jshard.config.overrides import override
 from jshard.config.run_config import complete
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import GPUS, STATED
-from jshard.fsdp.mesh import AXES, BATCH
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,
@@ -35,6 +34,7 @@ from jshard.plan.search.estimates import (
 )
 from jshard.plan.search.outcomes import Outcome, pareto
 from jshard.plan.topology import parse
+from jshard.sharding.settings.mesh import AXES, BATCH
 
 
 def config(**changes):

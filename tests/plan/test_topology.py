@@ -8,9 +8,9 @@ import pytest
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from jshard.fit.hardware import peak_flops, short_name
-from jshard.fsdp.mesh import BATCH
 from jshard.plan import GPUS, devices, has_plugin
 from jshard.plan.topology import parse
+from jshard.sharding.settings.mesh import BATCH
 
 
 @pytest.mark.parametrize("spec", ["h100:1", "h100:8", "H100:64", "a100:16", "b200:256"])

@@ -67,16 +67,16 @@ def test_the_picture_is_what_the_script_draws_now(found):
 @pytest.mark.parametrize(
     ("file", "line", "module", "of"),
     [
-        ("fsdp/state.py", "import jshard.training", "jshard.training", "training"),
+        ("sharding/settings/state.py", "import jshard.training", "jshard.training", "training"),
         ("fsdp/fsdp.py", "import jshard.plan", "jshard.plan", "plan"),
-        ("fsdp/policy.py", "from jshard.unit import unit", "jshard.unit.unit", "unit"),
-        ("optim/ema.py", "from jshard.nn import loss", "jshard.nn.loss", "nn"),
+        ("sharding/settings/policy.py", "from jshard.unit import unit", "jshard.unit.unit", "unit"),
+        ("optim/ema.py", "from jshard.nn import loss", "jshard.sharding.settings.loss", "nn"),
         ("cpu/order.py", "def f():\n    from jshard import Mean", "jshard", "surface"),
     ],
 )  # fmt: skip
 def test_an_import_that_goes_up_is_named(tmp_path, file, line, module, of):
     names = ("__init__.py", "plan/__init__.py", "training/__init__.py", "unit/unit.py")
-    for name in (*names, "nn/loss.py", file):
+    for name in (*names, "sharding/settings/loss.py", file):
         (tmp_path / "jshard" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "jshard" / name).write_text("")
     (tmp_path / "jshard" / file).write_text(f"import json\n{line}\n")

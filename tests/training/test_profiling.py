@@ -23,8 +23,8 @@ from ml_collections import ConfigDict
 import jshard
 import resumable
 from jshard.config.profiled_steps import profiled_steps
-from jshard.fsdp import scopes
 from jshard.run.progress import ProgressDisplay
+from jshard.sharding.settings import scopes
 from jshard.system.errors import Interrupted, UserError
 from jshard.system.jobs.peers import Peers
 from jshard.training.callbacks.profiling import Profile

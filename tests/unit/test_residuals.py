@@ -10,8 +10,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.fsdp.policy import UnitPolicy
 from jshard.layout.placement import Placement
+from jshard.sharding.settings.policy import UnitPolicy
 from jshard.unit import layers
 from jshard.unit.linearize import Inputs, Layer, trace_layer
 from jshard.unit.stack import segments_of

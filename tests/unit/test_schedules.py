@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding
 import jshard
 from h100 import h100s
 from jshard.fit.hardware import GPUS
-from jshard.fsdp.mesh import BATCH
 from jshard.plan import hlo, tracing_for
 from jshard.plan.cost.kernel_work import work
 from jshard.plan.cost.timeline import replay
 from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.recipes import llama
+from jshard.sharding.settings.mesh import BATCH
 
 pytestmark = pytest.mark.h100
 

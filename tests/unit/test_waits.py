@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 import hlo
 import jshard
 from h100 import h100s
-from jshard.fsdp.scopes import LAYERS
+from jshard.sharding.settings.scopes import LAYERS
 from jshard.system.compat.jaxprs import open_inner, variables
 
 WIDTHS = (16, 24, 32, 40, 48)  # of features between Units: a weight tells its Unit

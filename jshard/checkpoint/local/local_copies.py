@@ -29,7 +29,7 @@ from jshard.checkpoint.local.pieces import (
     divide,
     neighbors,
 )
-from jshard.fsdp.state import TrainState
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.formatting import format_bytes
 from jshard.system.jobs.peers import Peers

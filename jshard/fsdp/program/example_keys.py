@@ -9,8 +9,8 @@ from jax import lax
 from jax.extend.random import define_prng_impl
 
 from jshard.collectives.microbatch import current_microbatch
-from jshard.fsdp.mesh import context_size, sequence_axes
 from jshard.nn.dropout import in_batch
+from jshard.sharding.settings.mesh import context_size, sequence_axes
 
 _NAME = "examples"
 THREEFRY = "threefry2x32"  # the kind of the keys beneath, whose rows vmap leaves alike

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from flax.errors import TraceContextError
 
-from jshard.fsdp.mesh import manual_axes
+from jshard.sharding.settings.mesh import manual_axes
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError
 from jshard.unit.linearize import refuse_forward_mode

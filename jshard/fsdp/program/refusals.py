@@ -9,12 +9,12 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.fsdp.mesh import manual_axes
-from jshard.fsdp.policy import INPUTS, Names, Offload, Policy
-from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
-from jshard.nn.loss import Mean
 from jshard.pipe import call as pipe
+from jshard.sharding.settings.loss import Mean
+from jshard.sharding.settings.mesh import manual_axes
+from jshard.sharding.settings.policy import INPUTS, Names, Offload, Policy
+from jshard.sharding.settings.state import ModelArrays
 from jshard.system.compat import jaxprs
 from jshard.system.compat.jaxprs import axes_of, open_inner
 from jshard.system.errors import UserError

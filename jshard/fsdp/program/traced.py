@@ -11,16 +11,16 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.fsdp.mesh import manual_axes, sequence_axes
 from jshard.fsdp.program import mistakes
 from jshard.fsdp.program.draws import check_draws
 from jshard.fsdp.program.refusals import check_keys, check_names, check_shards
-from jshard.fsdp.scopes import BESIDE_TOKENS
-from jshard.fsdp.state import ModelArrays
 from jshard.layout.state_layout import Layout
 from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
-from jshard.nn.loss import Means
+from jshard.sharding.settings.loss import Means
+from jshard.sharding.settings.mesh import manual_axes, sequence_axes
+from jshard.sharding.settings.scopes import BESIDE_TOKENS
+from jshard.sharding.settings.state import ModelArrays
 from jshard.system.compat import jaxprs
 from jshard.system.compat.jaxprs import (
     axes_of,

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from jshard.checkpoint import metadata
-from jshard.fsdp.state import TrainState
 from jshard.hub.adapters.targets import pattern_of
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.names import Name, parse
@@ -20,6 +19,7 @@ from jshard.hub.peft import CONFIG, TENSORS, adapter_layers, module_of, places
 from jshard.hub.tensor_names import Layers
 from jshard.layout.padding import shape_of_layer
 from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of
 from jshard.system.files.untrusted import read_json
 

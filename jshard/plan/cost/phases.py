@@ -3,7 +3,7 @@
 The direction comes from the JAX operation of an instruction, and so does the scope of
 layers. Instructions that XLA adds have no operation: in a loop over layers they have
 its direction, and elsewhere kernels belong to the phase of the kernel before them. The
-words are also scopes (``jshard.fsdp.scopes``), which a profile of the step shows.
+words are also scopes (``jshard.sharding.settings.scopes``), which a profile of the step shows.
 """
 
 import bisect
@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jshard.fsdp.scopes import LAYERS
 from jshard.plan.cost.streams import COMPUTE, Event, Loops
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.hlo.program_text import direction
+from jshard.sharding.settings.scopes import LAYERS
 
 
 def _in_layers(event: Event) -> bool:

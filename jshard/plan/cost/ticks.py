@@ -13,9 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.fsdp.mesh import REPLICA, stages_of
-from jshard.fsdp.policy import Policy
-from jshard.fsdp.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.pipe.schedule import (
     BACKWARD,
     FORWARD,
@@ -24,6 +21,9 @@ from jshard.pipe.schedule import (
     one_forward_one_backward,
 )
 from jshard.plan.hlo import Instruction, Module
+from jshard.sharding.settings.mesh import REPLICA, stages_of
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 
 _SWITCH = re.compile(SCHEDULE.format(*[r"\d+"] * 3) + "/cond$")
 

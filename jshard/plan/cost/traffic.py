@@ -15,10 +15,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshard.fit.hardware import GPU
-from jshard.fsdp.mesh import REPLICA, names_of, shard_axes, stages_of
-from jshard.fsdp.policy import Policy, UnitPolicy
-from jshard.fsdp.precision import PRODUCTS, is_float, is_quantized
-from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_size
 from jshard.layout.layer_dims import layer_dims
 from jshard.layout.specs import LOOKED_UP
@@ -26,6 +22,10 @@ from jshard.layout.state_layout import Layout
 from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.plan.hlo import Computation, Instruction, Module
+from jshard.sharding.settings.mesh import REPLICA, names_of, shard_axes, stages_of
+from jshard.sharding.settings.policy import Policy, UnitPolicy
+from jshard.sharding.settings.precision import PRODUCTS, is_float, is_quantized
+from jshard.sharding.settings.state import TrainState
 from jshard.unit.layers import spans
 
 NETWORK, SHARED = "network", "shared memory"

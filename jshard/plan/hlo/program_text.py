@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jshard.fsdp.scopes import FURTHER_ROUNDS, SCHEDULE, UPDATE
+from jshard.sharding.settings.scopes import FURTHER_ROUNDS, SCHEDULE, UPDATE
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flax import nnx
 
-from jshard.fsdp.mesh import stages_of
-from jshard.fsdp.state import TrainState
 from jshard.layout.capacity import shard_size
 from jshard.layout.specs import layer_dims
 from jshard.plan.hlo import flow
 from jshard.plan.hlo.program_text import BACKWARD, FORWARD, Module, arrays, direction
 from jshard.plan.memory.buffer_assignment import Assignment, Slot, Value
+from jshard.sharding.settings.mesh import stages_of
+from jshard.sharding.settings.state import TrainState
 
 PARAMETERS, OPTIMIZER, BATCH = "parameters", "optimizer", "batch"
 GRADIENTS, GATHERED = "gradients", "gathered weights"

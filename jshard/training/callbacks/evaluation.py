@@ -13,9 +13,9 @@ from jshard.data.batches import eval_batches, has_weights
 from jshard.data.dataset import Dataset, Sets
 from jshard.data.iterables import Stream
 from jshard.evaluate.in_runs import RunTasks
-from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.formatting import did_you_mean
 from jshard.training.callbacks.hooks import Hooks

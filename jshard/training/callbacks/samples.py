@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.fsdp.state import TrainState
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
+from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.system.formatting import printable
 from jshard.training.prepared_run import PreparedRun

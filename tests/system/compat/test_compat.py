@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from jobs import free_port
-from jshard.fsdp.mesh import make_mesh
+from jshard.sharding.settings.mesh import make_mesh
 from jshard.system.compat import (
     absent_gpus,
     flax_modules,

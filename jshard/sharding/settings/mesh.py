@@ -17,9 +17,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jshard.fsdp.callers_mesh import of_auto_axes
-from jshard.fsdp.scopes import within
-from jshard.pipe.in_stages import stages_here
+from jshard.sharding.settings.callers_mesh import of_auto_axes
+from jshard.sharding.settings.in_stages import stages_here
+from jshard.sharding.settings.scopes import within
 from jshard.system.errors import UserError
 
 REPLICA = "replica"

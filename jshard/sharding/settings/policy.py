@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jshard.fsdp.precision import Precision
+from jshard.sharding.settings.precision import Precision
 from jshard.system.cli.knob import Knob, described, knob, knobs
 from jshard.system.errors import UserError
 

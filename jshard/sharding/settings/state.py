@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from jshard.fsdp.callers_mesh import all_on, given_back, own_mesh, taken
+from jshard.sharding.settings.callers_mesh import all_on, given_back, own_mesh, taken
 from jshard.system.errors import UserError
 
 

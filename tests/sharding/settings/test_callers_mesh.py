@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jshard
-import jshard.fsdp.state
+import jshard.sharding.settings.state
 from mesh_contexts import (
     BATCH,
     CONTEXTS,
@@ -28,7 +28,7 @@ from mesh_contexts import (
     table,
 )
 
-FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "axes.md"
+FIGURES = Path(__file__).parents[3] / "docs" / "figures" / "axes.md"
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,9 @@ def test_a_state_that_is_on_the_mesh_costs_a_step_no_walk_over_its_paths(
 ):
     walked = []
     monkeypatch.setattr(
-        jshard.fsdp.state, "taken", lambda tree, mesh, what: walked.append(what) or tree
+        jshard.sharding.settings.state,
+        "taken",
+        lambda tree, mesh, what: walked.append(what) or tree,
     )
     program.eval_step(program.state, program.fsdp.shard_batch(BATCH))
     assert walked == ["batch"]

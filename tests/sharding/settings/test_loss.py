@@ -14,7 +14,7 @@ from flax import nnx
 import jshard
 from jshard import Mean
 from jshard.nn.count import exact
-from jshard.nn.loss import Loss, seeds
+from jshard.sharding.settings.loss import Loss, seeds
 
 
 def terms(loss: Any) -> list[tuple[float, float, float]]:

@@ -1,0 +1,1 @@
+"""What is said: the mesh, the policy, precisions, the loss, and the state."""
