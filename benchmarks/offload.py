@@ -25,10 +25,10 @@ from jax.experimental.compute_on import compute_on
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jshard
-from jshard.layout.memory_kinds import typed_as_device
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.optim.update import update
 from jshard.plan import GPUS, compile_for, devices, tracing_for
+from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.settings.mesh import BATCH
 from jshard.system.errors import UserError
 

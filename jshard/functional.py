@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jshard.collectives.gather import all_gather
 from jshard.cpu.order import in_order
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import FSDP, manual_axes, names_of, shard_axes
 from jshard.sharding.settings.policy import Reshard, UnitPolicy
 from jshard.sharding.settings.precision import is_float

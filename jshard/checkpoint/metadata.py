@@ -18,12 +18,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.four_bit.base import FOUR_BIT, four_bit_of
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.padding import exact_types
-from jshard.layout.variables import array_name, is_variable
 from jshard.nn.adapted import ALPHA, LAYERS, STABILIZED
 from jshard.nn.dropout import is_random
+from jshard.sharding.layout.four_bit.base import FOUR_BIT, four_bit_of
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.padding import exact_types
+from jshard.sharding.layout.variables import array_name, is_variable
 from jshard.sharding.settings.state import TrainState
 from jshard.system.cli.paths import path_problem
 from jshard.system.compat.versions import versions

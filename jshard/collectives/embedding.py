@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.reduce import all_reduce_in_unit
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import REPLICA, shard_axes
 from jshard.sharding.settings.precision import is_quantized
 from jshard.sharding.settings.scopes import LOOK_UP

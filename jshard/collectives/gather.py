@@ -16,7 +16,7 @@ from jax import lax
 
 from jshard.collectives import float4, quantized
 from jshard.collectives.reduce import all_reduce_in_unit, cast, on_rank_zero, scatter
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.precision import is_quantized
 from jshard.sharding.settings.scopes import ALL_GATHER
 

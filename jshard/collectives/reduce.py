@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import manual_axes
 from jshard.sharding.settings.scopes import ALL_REDUCE, REDUCE_SCATTER
 

@@ -20,7 +20,7 @@ from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import PartReader, StreamReader, StreamState
-from jshard.layout.batch import nearest
+from jshard.sharding.layout.batch import nearest
 from jshard.system.errors import UserError
 
 # Decoding of images keeps every core busy; what is read does not depend on the number.

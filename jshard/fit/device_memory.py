@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jshard.layout.capacity import device_limit, host_bytes
+from jshard.sharding.layout.capacity import device_limit, host_bytes
 from jshard.system.compat.jaxprs import CALLS, open_inner, scan_body, scan_sizes
 from jshard.system.errors import UserError
 

@@ -17,8 +17,8 @@ from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT, FITTED
 from jshard.fit.device_memory import step_bytes
 from jshard.fit.hardware import GPUS, overlapped
-from jshard.layout.capacity import state_bytes
 from jshard.plan.start_up import product_flops, traffic
+from jshard.sharding.layout.capacity import state_bytes
 from jshard.sharding.settings.mesh import stages_of
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes

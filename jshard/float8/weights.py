@@ -25,7 +25,7 @@ from jshard.collectives.quantized import exponents, tensor_scale
 from jshard.float8.blocks import blocked, grid, packed
 from jshard.float8.formats import FORMATS, Format
 from jshard.float8.products import E4M3, Float8
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import shard_axes
 
 

@@ -13,11 +13,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.float8.formats import FORMATS
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.padding import exact_types
-from jshard.layout.state_layout import Layout
-from jshard.layout.variables import array_name, variables
 from jshard.optim.stacks.layers_apart import check_layers
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.padding import exact_types
+from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.variables import array_name, variables
 from jshard.sharding.settings.mesh import (
     CONTEXT,
     FSDP,

@@ -16,17 +16,17 @@ from jshard.cpu.pacing import pace
 from jshard.fsdp import checks, given, step
 from jshard.fsdp.program import new_state
 from jshard.fsdp.program.together import Together
-from jshard.layout import transfer
-from jshard.layout.batch import check_fields, split_batch
-from jshard.layout.capacity import check_capacity
-from jshard.layout.initial_values import fill
-from jshard.layout.memory_kinds import check_memory, on_device
-from jshard.layout.padding import pad
-from jshard.layout.state_layout import Layout
-from jshard.layout.variables import is_variable
 from jshard.optim import nnx_optimizer
 from jshard.optim.update import first_fields
-from jshard.parallel.splits import Split
+from jshard.sharding.layout.batch import check_fields, split_batch
+from jshard.sharding.layout.capacity import check_capacity
+from jshard.sharding.layout.memory_kinds import check_memory, on_device
+from jshard.sharding.layout.padding import pad
+from jshard.sharding.layout.splits import Split
+from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.values import transfer
+from jshard.sharding.layout.values.initial_values import fill
+from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.callers_mesh import in_own_mesh, own_mesh
 from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import check_mesh, platform, shards_of

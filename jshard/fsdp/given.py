@@ -12,8 +12,8 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from jshard.layout.specs import is_annotated
-from jshard.layout.variables import expose_arrays, reachable, variables
+from jshard.sharding.layout.specs import is_annotated
+from jshard.sharding.layout.variables import expose_arrays, reachable, variables
 from jshard.sharding.settings.callers_mesh import taken
 from jshard.sharding.settings.state import check_kept
 from jshard.system.compat.flax_modules import is_pytree, record, unrecorded
@@ -55,7 +55,7 @@ def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:
         pass
 
     def make(seed: jax.Array) -> nnx.Module:
-        # layout/specs.py reads the annotations of further mesh axes; Flax must not act
+        # sharding/layout/specs.py reads the annotations of further mesh axes; Flax must not act
         # on them.
         with nnx.use_eager_sharding(False):
             model = make_model(nnx.Rngs(jax.random.key(seed)))

@@ -24,17 +24,17 @@ from jshard.fsdp.program.draws import with_rngs
 from jshard.fsdp.program.refusals import check_means
 from jshard.fsdp.program.told import say_what_is_written, tell_of_reads, written
 from jshard.fsdp.program.traced import differing, once_checked, tracing
-from jshard.layout.batch import batch_specs, check_batch
-from jshard.layout.memory_kinds import typed_as_device
-from jshard.layout.placement import Placement
-from jshard.layout.state_layout import Layout
-from jshard.layout.variables import variables
 from jshard.nn.count import add_up
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
 from jshard.optim.update import check_state, next_state
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
+from jshard.sharding.layout.batch import batch_specs, check_batch
+from jshard.sharding.layout.memory_kinds import typed_as_device
+from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
 from jshard.sharding.settings.mesh import (

@@ -20,7 +20,7 @@ from jshard.generation.prompts import (
 )
 from jshard.generation.sampling import Sampling
 from jshard.generation.weight_placement import Placement, replicated, sharded
-from jshard.layout import transfer
+from jshard.sharding.layout.values import transfer
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.state import TrainState
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jshard.generation.prompts import context_length
 from jshard.generation.weight_placement import Placement
-from jshard.layout import transfer
+from jshard.sharding.layout.values import transfer
 
 # A context and its continuation, as tokens, which have one or more each.
 Text: TypeAlias = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]

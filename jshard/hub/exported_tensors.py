@@ -13,13 +13,13 @@ import tensorstore
 
 from jshard.checkpoint import frozen
 from jshard.checkpoint.stored_arrays import open_stored
-from jshard.four_bit.base import FOUR_BIT
 from jshard.hub import peft
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.huggingface_folder import is_huggingface, model_path
 from jshard.hub.merged_adapters import PARTS, Adapter, adapters
 from jshard.hub.safetensors_file import DTYPES, StoredTensor, find_tensors
 from jshard.hub.tensor_names import Index, tensor_names
+from jshard.sharding.layout.four_bit.base import FOUR_BIT
 from jshard.system.errors import UserError, some_of
 
 # Each further thread would hold another chunk; one saturates a disk.

@@ -10,8 +10,6 @@ import numpy as np
 from flax import nnx
 
 from jshard.checkpoint import metadata
-from jshard.four_bit.base import encode_layers, four_bit_of
-from jshard.four_bit.codes import FourBit
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.quantised import bitsandbytes, methods
 from jshard.hub.quantised.fp8 import SCALE
@@ -24,7 +22,9 @@ from jshard.hub.safetensors_file import (
 )
 from jshard.hub.safetensors_write import INDEX, SINGLE
 from jshard.hub.tensor_names import Index, tensor_names
-from jshard.layout.transfer import put, put_parts
+from jshard.sharding.layout.four_bit.base import encode_layers, four_bit_of
+from jshard.sharding.layout.four_bit.codes import FourBit
+from jshard.sharding.layout.values.transfer import put, put_parts
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of
 

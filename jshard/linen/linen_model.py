@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jshard.collectives.gather import all_gather
-from jshard.layout.layer_dims import layer_dims, mark_layers
-from jshard.layout.variables import variables
+from jshard.sharding.layout.layer_dims import layer_dims, mark_layers
+from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import within
 from jshard.system.compat.jaxprs import needed_for
 from jshard.system.errors import UserError

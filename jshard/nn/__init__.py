@@ -8,8 +8,8 @@ from jshard.nn.cross_entropy import cross_entropy, token_log_probs
 from jshard.nn.lora import add_lora
 from jshard.nn.maximum import Max
 from jshard.parallel.context import positions, whole_sequences
-from jshard.parallel.splits import Split
 from jshard.parallel.tensor import tensor_parallel
+from jshard.sharding.layout.splits import Split
 
 __all__ = [
     "Max",

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.four_bit.base import over_layers
-from jshard.layout.memory_kinds import on_device
-from jshard.layout.padding import exact, pad
-from jshard.layout.variables import of_class
+from jshard.sharding.layout.four_bit.base import over_layers
+from jshard.sharding.layout.memory_kinds import on_device
+from jshard.sharding.layout.padding import exact, pad
+from jshard.sharding.layout.variables import of_class
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.unit.modules import is_unit, unit_class

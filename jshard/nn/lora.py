@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
-from jshard.layout.variables import replace
 from jshard.nn import adapted
 from jshard.nn.dropout import Dropout
+from jshard.sharding.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
+from jshard.sharding.layout.variables import replace
 from jshard.system.errors import UserError, some_of
 from jshard.unit.modules import Stack, is_unit
 

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import optax
 
-from jshard.layout.padding import PADDING, exact, pad
-from jshard.layout.specs import LOOKED_UP
-from jshard.layout.variables import is_variable
+from jshard.sharding.layout.padding import PADDING, exact, pad
+from jshard.sharding.layout.specs import LOOKED_UP
+from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.precision import for_update
 from jshard.system.errors import UserError
 

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jshard.layout.padding import exact_types
-from jshard.layout.transfer import as_read, put
-from jshard.layout.variables import is_variable
+from jshard.sharding.layout.padding import exact_types
+from jshard.sharding.layout.values.transfer import as_read, put
+from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.state import TrainState, check_kept
 from jshard.system.errors import UserError
 

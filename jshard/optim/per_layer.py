@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jshard.layout.layer_dims import layer_dims, stack_of, without_layers
-from jshard.layout.variables import is_variable
 from jshard.optim.stacks.known import with_whole_layers
+from jshard.sharding.layout.layer_dims import layer_dims, stack_of, without_layers
+from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
 
 # The index of the layer being updated, in each Stack around it.

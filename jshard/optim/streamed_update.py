@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jshard.layout.memory_kinds import on_device, on_host
-from jshard.layout.variables import is_variable
 from jshard.optim.per_layer import PerLayerState, first_layer, stack_name
+from jshard.sharding.layout.memory_kinds import on_device, on_host
+from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
 
 Arrays = list[jax.Array]

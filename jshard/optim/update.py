@@ -10,8 +10,6 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.layout.memory_kinds import on_device, on_host
-from jshard.layout.state_layout import Layout
 from jshard.optim import counts, ema, loss_scale
 from jshard.optim.call_optax import check_opt_state, first_state, next_updates
 from jshard.optim.stacks.known import (
@@ -24,6 +22,8 @@ from jshard.optim.stacks.known import (
 )
 from jshard.optim.streamed_update import streamed_update
 from jshard.optim.whole_layers import sharded_update
+from jshard.sharding.layout.memory_kinds import on_device, on_host
+from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import at_least_float32, updated_in
 from jshard.sharding.settings.scopes import UPDATE

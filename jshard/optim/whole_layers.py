@@ -19,8 +19,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.layout.padding import padded_dim
-from jshard.layout.specs import shard_dim
+from jshard.sharding.layout.padding import padded_dim
+from jshard.sharding.layout.specs import shard_dim
 from jshard.sharding.settings.mesh import axes_of, shard_axes, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.scopes import within

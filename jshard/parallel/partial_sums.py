@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import TENSOR
 from jshard.sharding.settings.precision import is_float
 from jshard.system.compat import jaxprs

@@ -18,9 +18,9 @@ from jax import lax
 from jax.extend import core
 
 from jshard.collectives.gather import gather
-from jshard.layout.placement import Placement
 from jshard.pipe.schedule import parts_of
 from jshard.pipe.stages import Stages
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS as LAYERS_SCOPE

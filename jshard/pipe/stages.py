@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jshard.layout.layer_dims import layer_dims, stack_of
+from jshard.sharding.layout.layer_dims import layer_dims, stack_of
 from jshard.sharding.settings.mesh import stages_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import ModelArrays

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
-from jshard.layout.capacity import shard_bytes
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.memory_kinds import HOST
-from jshard.layout.padding import exact_types, padding_now
-from jshard.layout.state_layout import Layout
 from jshard.optim.per_layer import PerLayerState
+from jshard.sharding.layout.capacity import shard_bytes
+from jshard.sharding.layout.four_bit.base import four_bit_of, values_in, values_in_shard
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.memory_kinds import HOST
+from jshard.sharding.layout.padding import exact_types, padding_now
+from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.mesh import shards_of
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import some_of

@@ -3,7 +3,7 @@
 import jax
 
 from jshard.generation.weight_placement import Placement, replicated, sharded
-from jshard.layout.capacity import device_limit, host_bytes
+from jshard.sharding.layout.capacity import device_limit, host_bytes
 from jshard.system.cli.options import Option
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes

@@ -10,7 +10,6 @@ from jshard.checkpoint.restore import CHECKPOINTS
 from jshard.checkpoint.selected.best_step import best_of
 from jshard.checkpoint.selected.run_address import BEST
 from jshard.config.run_config import Config
-from jshard.layout.batch import abstract_batch
 from jshard.plan.start_up import describe
 from jshard.recipe.make_config import changed_keys
 from jshard.run.bucket import Copying
@@ -18,6 +17,7 @@ from jshard.run.lock import check_unlocked
 from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import Start
+from jshard.sharding.layout.batch import abstract_batch
 from jshard.system.cli.terminal import show
 from jshard.system.formatting import format_duration, one_line
 from jshard.system.jobs.peers import Peers

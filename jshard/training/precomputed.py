@@ -15,7 +15,7 @@ from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
 from jshard.fsdp.fsdp import FSDP
-from jshard.layout.batch import rows_of_process
+from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.system.files.atomic import replacing

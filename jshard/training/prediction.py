@@ -14,7 +14,7 @@ from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows, stack
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import PartReader
-from jshard.layout.batch import rows_of_process
+from jshard.sharding.layout.batch import rows_of_process
 from jshard.system.errors import UserError
 from jshard.training.prepared_run import PreparedRun
 

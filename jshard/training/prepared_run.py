@@ -18,14 +18,14 @@ from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import read_state, state_files
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
-from jshard.layout.batch import rows_of_process
-from jshard.layout.capacity import check_capacity
 from jshard.recipe import contract
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.definition import Recipe
 from jshard.run.bucket import RunInBucket
 from jshard.run.source import Source, find_source
 from jshard.run.start import Start, find_start
+from jshard.sharding.layout.batch import rows_of_process
+from jshard.sharding.layout.capacity import check_capacity
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import TrainState
 from jshard.system.jobs.peers import Peers

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jshard.data.examples import count_items, count_rows
 from jshard.fit.hardware import peak_flops
-from jshard.layout.batch import rows_of_process
+from jshard.sharding.layout.batch import rows_of_process
 
 
 class Throughput:

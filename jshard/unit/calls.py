@@ -16,8 +16,8 @@ import numpy as np
 from flax import nnx
 
 from jshard.float8.products import Float8
-from jshard.layout.layer_dims import mark_layers
-from jshard.layout.variables import (
+from jshard.sharding.layout.layer_dims import mark_layers
+from jshard.sharding.layout.variables import (
     is_variable,
     opened,
     reachable,

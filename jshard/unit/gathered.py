@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jshard.collectives.gather import gather
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.system.errors import UserError
 from jshard.unit.linearize import select
 from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.unit.linearize import Inputs, Layer
 from jshard.unit.unit import barrier, drop

@@ -18,8 +18,8 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.collectives.gather import gather
-from jshard.layout.placement import Placement
 from jshard.parallel.partial_sums import check_partial_sums
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import (
     ATTENTION_OPERANDS,
     INPUTS,

@@ -13,11 +13,11 @@ from flax import nnx
 
 from jshard.collectives.gather import all_gather
 from jshard.float8.products import fits, take_float8
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.placement import Placement
-from jshard.layout.variables import of_class, replace, variables
 from jshard.parallel.tensor import tensor_parallel
 from jshard.pipe.stages import Stages
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.variables import of_class, replace, variables
 from jshard.sharding.settings.mesh import AXES, manual_axes, names_of
 from jshard.sharding.settings.policy import Policy, Reshard, UnitPolicy
 from jshard.sharding.settings.precision import own_dtype, set_compute_dtype

@@ -20,17 +20,17 @@ from flax import nnx
 from jshard.collectives.embedding import is_cheaper, look_up
 from jshard.float8.products import Float8
 from jshard.float8.weights import in_float8
-from jshard.layout.layer_dims import mark_layers
-from jshard.layout.placement import Placement
-from jshard.layout.specs import is_table, mark_table
-from jshard.layout.variables import (
+from jshard.pipe.call import leave_open
+from jshard.pipe.stages import Stages
+from jshard.sharding.layout.layer_dims import mark_layers
+from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.specs import is_table, mark_table
+from jshard.sharding.layout.variables import (
     expose_arrays,
     is_variable,
     reachable,
     variables,
 )
-from jshard.pipe.call import leave_open
-from jshard.pipe.stages import Stages
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.system.compat.flax_modules import Derived, derived
 from jshard.system.compat.jaxprs import Static

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.gather import gather
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import REPLICA
 from jshard.sharding.settings.scopes import LAYERS
 from jshard.system.compat.xla_options import GATHERS_LATE

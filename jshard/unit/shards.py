@@ -22,8 +22,8 @@ import numpy as np
 from flax import nnx
 
 from jshard.collectives.gather import all_gather
-from jshard.layout.placement import Placement
-from jshard.layout.variables import opened
+from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.variables import opened
 from jshard.sharding.settings.scopes import within
 from jshard.system.compat.jaxprs import Static
 from jshard.system.compat.programs import lines

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.collectives.gather import gather
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import on_gpus
 from jshard.sharding.settings.policy import Offload, UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS

@@ -28,7 +28,7 @@ from jax import lax
 from jshard.collectives.gather import all_gather, gather, join_parts, take_part
 from jshard.collectives.reduce import all_reduce_in_unit
 from jshard.collectives.reduce import scatter as scatter_leaf
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.unit.linearize import (
     Inputs,

@@ -16,7 +16,7 @@ import jshard
 from jshard.collectives import quantized
 from jshard.collectives.gather import all_gather
 from jshard.collectives.quantized import BLOCK, dequantize, quantize
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 
 # Half the distance between neighbours, relative to the block's largest value (int8) or
 # to the value itself; what is below fp8's smallest normal value keeps its step.

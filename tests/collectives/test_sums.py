@@ -21,7 +21,7 @@ from jshard.collectives.reduce import (
     pmean,
     scatter,
 )
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 
 P = PartitionSpec
 

@@ -25,7 +25,7 @@ from decoder import (
     policies,
 )
 from jshard.collectives.quantized import BLOCK
-from jshard.layout.layer_dims import layer_dims
+from jshard.sharding.layout.layer_dims import layer_dims
 from parity import every_pair
 
 SIZES = Sizes()

@@ -227,7 +227,7 @@ def test_initial_values_order_their_collectives(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("jshard.layout.initial_values.jax.jit", read)
+    monkeypatch.setattr("jshard.sharding.layout.values.initial_values.jax.jit", read)
     fsdp = jshard.FSDP(jshard.make_mesh(), POLICIES["full"])
     fsdp.init(TwoStacks, optax.sgd(0.1))
     assert texts

@@ -19,10 +19,10 @@ from jshard.fit.device_memory import (
 )
 from jshard.fit.fitted import make_fitted_job
 from jshard.fit.memory_choice import Candidate, Traced, candidates, fit
-from jshard.layout.capacity import state_bytes
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.sharding.layout.capacity import state_bytes
 from jshard.system.jobs.peers import Peers
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics

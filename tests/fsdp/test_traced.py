@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from jshard.fsdp.program.refusals import names_in
 from jshard.fsdp.program.traced import differing
-from jshard.layout.state_layout import Layout
+from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.state import ModelArrays
 from jshard.system.errors import UserError
 

@@ -20,8 +20,8 @@ import jshard
 from jshard.checkpoint import metadata
 from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.hub.parameters import ParameterSource, find_parameters, start_from
-from jshard.layout import transfer
-from jshard.layout.padding import exact_types
+from jshard.sharding.layout.padding import exact_types
+from jshard.sharding.layout.values import transfer
 
 WIDTH, LAYERS = 16, 4
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import jshard
 from jshard.hub.file_tensor import FileTensor
-from jshard.layout.layer_dims import layer_dims
+from jshard.sharding.layout.layer_dims import layer_dims
 from parity import make_mesh
 
 

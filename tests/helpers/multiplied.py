@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.layout.batch import abstract_batch
+from jshard.sharding.layout.batch import abstract_batch
 
 LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 24, 32, 128, 160
 NARROW = WIDTH + 16

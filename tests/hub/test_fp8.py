@@ -16,9 +16,9 @@ from jshard.hub.quantised.fp8 import BLOCK, Decoded
 from jshard.hub.quantised.methods import problem_of_config
 from jshard.hub.safetensors_read import load_safetensors
 from jshard.hub.safetensors_write import SINGLE, write_tensors
-from jshard.layout.variables import variables
 from jshard.models import llama_huggingface
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.sharding.layout.variables import variables
 
 SIZES: dict[str, Any] = {
     "vocab_size": 16,

@@ -16,9 +16,9 @@ from jshard.hub.huggingface_folder import read_config
 from jshard.hub.quantised.mxfp4 import GROUP, Decoded
 from jshard.hub.safetensors_read import load_safetensors
 from jshard.hub.safetensors_write import SINGLE, write_tensors
-from jshard.layout.variables import variables
 from jshard.models import llama_huggingface
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.sharding.layout.variables import variables
 
 E, D, P = 4, 32, 64
 _OF_CODES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layout.layer_dims import mark_layers
 from jshard.optim.stacks.known import (
     OF_LAYERS,
     OF_NUMBERS,
@@ -20,6 +19,7 @@ from jshard.optim.stacks.known import (
     unknown_part,
     with_whole_layers,
 )
+from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.system.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layout.layer_dims import mark_layers
 from jshard.optim.bf16_moments import Bf16MomentsState
 from jshard.optim.per_layer import PerLayerState, first_layer, stack_name
+from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.settings.scopes import within
 
 KEEP = optax.trace(0.0)  # whose moment is the gradient, which is then rounded

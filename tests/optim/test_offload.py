@@ -246,7 +246,7 @@ def test_initial_values_in_host_memory_are_those_on_the_device():
         np.testing.assert_array_equal(got, want)
 
 
-# By default tests/layout/test_initial_values.py has how they are divided.
+# By default tests/sharding/layout/test_initial_values.py has how they are divided.
 @pytest.mark.slow
 def test_initial_values_in_host_memory_are_made_a_few_at_a_time(monkeypatch):
     made, tx = [], optax.sgd(1e-3, momentum=0.9)
@@ -256,7 +256,7 @@ def test_initial_values_in_host_memory_are_made_a_few_at_a_time(monkeypatch):
         made.append(options["out_shardings"])
         return jit(fn, **options)
 
-    monkeypatch.setattr("jshard.layout.initial_values.jax.jit", watched)
+    monkeypatch.setattr("jshard.sharding.layout.values.initial_values.jax.jit", watched)
     abstract = make_fsdp(make_policy("all")).abstract_state(make_decoder(Sizes()), tx)
     make_fsdp(make_policy("all")).init(make_decoder(Sizes()), tx)
     hosted = bytes_in("pinned_host", abstract)

@@ -14,8 +14,8 @@ import hlo
 import jshard
 import parity
 from filled import filled
-from jshard.layout.layer_dims import layer_dims
 from jshard.optim.whole_layers import sharded_update
+from jshard.sharding.layout.layer_dims import layer_dims
 
 pytestmark = pytest.mark.usefixtures("x64")
 

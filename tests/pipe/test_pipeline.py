@@ -17,10 +17,10 @@ import parity
 from checkpoints import save_steps
 from filled import filled
 from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.layout.state_layout import Layout
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.dropout import DropoutCount
+from jshard.sharding.layout.state_layout import Layout
 from pipelines import Layers, mean, mesh_of, policy_of
 
 BOUND = 1e-9

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layout.batch import abstract_batch
 from jshard.models.t5 import T5
 from jshard.models.t5_config import T5Config
+from jshard.sharding.layout.batch import abstract_batch
 from jshard.system.errors import UserError
 from pipelines import Layers, mean, mesh_of, policy_of
 

@@ -5,10 +5,10 @@ import pytest
 from jshard.config.overrides import override
 from jshard.config.run_config import complete
 from jshard.fit.device_memory import compiled_bytes, step_bytes
-from jshard.layout.capacity import state_bytes
 from jshard.plan import has_plugin
 from jshard.plan.program import trace
 from jshard.recipe.load import find_recipe, open_recipe
+from jshard.sharding.layout.capacity import state_bytes
 
 pytestmark = pytest.mark.h100
 

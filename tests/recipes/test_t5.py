@@ -13,9 +13,9 @@ from flax import nnx
 import hlo
 import jshard
 from filled import filled
-from jshard.layout.layer_dims import layer_dims
 from jshard.models.t5 import T5, T5Config
 from jshard.models.t5_attention import position_buckets
+from jshard.sharding.layout.layer_dims import layer_dims
 from parity import every_pair, make_mesh
 
 B, S, T, V = 16, 10, 6, 72

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from jshard.functional import gather, scan_layers
-from jshard.layout.specs import shard_dim
+from jshard.sharding.layout.specs import shard_dim
 
 LAYERS, WIDTH, EXAMPLES = 4, 16, 16
 AXES = ("replica", "fsdp")

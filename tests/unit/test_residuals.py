@@ -10,7 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.unit import layers
 from jshard.unit.linearize import Inputs, Layer, trace_layer

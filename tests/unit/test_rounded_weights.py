@@ -16,7 +16,7 @@ from jshard.collectives.gather import gather
 from jshard.collectives.quantized import power_of_two
 from jshard.float8.products import Float8
 from jshard.float8.weights import in_float8
-from jshard.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement
 
 E4M3 = ml_dtypes.float8_e4m3fn
 # Shapes, and dimensions that products sum over: of a linear layer, and of attention's

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.checkpoint.metadata import array_name
-from jshard.layout.transfer import put_parts
+from jshard.sharding.layout.values.transfer import put_parts
 from jshard.sharding.settings.state import TrainState
 
 # The name of an array, and where a shard of it begins and ends along each dimension.

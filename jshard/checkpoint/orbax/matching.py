@@ -13,8 +13,8 @@ from jshard.checkpoint import metadata
 from jshard.checkpoint.orbax.folder import Keys, OrbaxCheckpoint
 from jshard.checkpoint.orbax.tree import Part, Tree, differences, dotted
 from jshard.checkpoint.stored_arrays import check, open_specs, read_specs
-from jshard.layout.variables import array_keys
 from jshard.nn.dropout import is_random
+from jshard.sharding.layout.variables import array_keys
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of
 

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.four_bit.base import in_four_bits
 from jshard.fsdp import checks, given
-from jshard.layout.initial_values import mark_stacked, prepare
-from jshard.layout.state_layout import Layout, padded
 from jshard.nn.adapted import start_magnitudes
 from jshard.optim.update import first_fields
 from jshard.pipe.requirements import check_pipeline
+from jshard.sharding.layout.four_bit.base import in_four_bits
+from jshard.sharding.layout.state_layout import Layout, padded
+from jshard.sharding.layout.values.initial_values import mark_stacked, prepare
 from jshard.sharding.settings.state import TrainState
 from jshard.unit.model import layer_paths, make_units
 

@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 from jax.extend import core
 
-from jshard.layout.state_layout import Layout
-from jshard.layout.variables import variables
+from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import ALL_GATHER
 from jshard.system.compat import jaxprs
 from jshard.system.errors import some_of

@@ -14,9 +14,9 @@ from jax.extend import core
 from jshard.fsdp.program import mistakes
 from jshard.fsdp.program.draws import check_draws
 from jshard.fsdp.program.refusals import check_keys, check_names, check_shards
-from jshard.layout.state_layout import Layout
 from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
+from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import manual_axes, sequence_axes
 from jshard.sharding.settings.scopes import BESIDE_TOKENS

@@ -17,8 +17,8 @@ from jshard.hub.file_tensor import FileTensor
 from jshard.hub.online.names import Name, parse
 from jshard.hub.peft import CONFIG, TENSORS, adapter_layers, module_of, places
 from jshard.hub.tensor_names import Layers
-from jshard.layout.padding import shape_of_layer
 from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A
+from jshard.sharding.layout.padding import shape_of_layer
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of
 from jshard.system.files.untrusted import read_json

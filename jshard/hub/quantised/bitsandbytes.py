@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from jshard.four_bit.codes import BLOCK, CODES, GROUP, SINGLE, FourBit, scale_table
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_file import Stored
+from jshard.sharding.layout.four_bit.codes import (
+    BLOCK,
+    CODES,
+    GROUP,
+    SINGLE,
+    FourBit,
+    scale_table,
+)
 from jshard.system.files.untrusted import parse_json
 
 _SCALES, _OF_SCALES = ".absmax", ".nested_absmax"

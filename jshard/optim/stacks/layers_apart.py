@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.layout.layer_dims import IN_LAYER, layer_dims
-from jshard.layout.variables import is_variable
 from jshard.optim.call_optax import call, plain
 from jshard.optim.per_layer import asking
 from jshard.optim.stacks.known import Transformation, to_ask, unequal_mask
+from jshard.sharding.layout.layer_dims import IN_LAYER, layer_dims
+from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
 from jshard.system.errors import UserError
 

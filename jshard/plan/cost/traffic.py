@@ -15,13 +15,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jshard.fit.hardware import GPU
-from jshard.layout.capacity import shard_size
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.specs import LOOKED_UP
-from jshard.layout.state_layout import Layout
 from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.plan.hlo import Computation, Instruction, Module
+from jshard.sharding.layout.capacity import shard_size
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.specs import LOOKED_UP
+from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.mesh import REPLICA, names_of, shard_axes, stages_of
 from jshard.sharding.settings.policy import Policy, UnitPolicy
 from jshard.sharding.settings.precision import PRODUCTS, is_float, is_quantized

@@ -15,14 +15,14 @@ import jax
 
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import GPU
-from jshard.four_bit.base import four_bit_of, values_in, values_in_shard
-from jshard.layout.capacity import shard_bytes
-from jshard.layout.memory_kinds import HOST
-from jshard.layout.specs import layer_dims
-from jshard.layout.variables import own_dtypes
 from jshard.plan.hlo import direction
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory import buffer_contents as contents
+from jshard.sharding.layout.capacity import shard_bytes
+from jshard.sharding.layout.four_bit.base import four_bit_of, values_in, values_in_shard
+from jshard.sharding.layout.memory_kinds import HOST
+from jshard.sharding.layout.specs import layer_dims
+from jshard.sharding.layout.variables import own_dtypes
 from jshard.sharding.settings.policy import Names, Policy
 from jshard.sharding.settings.precision import PRODUCTS
 from jshard.sharding.settings.state import TrainState

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flax import nnx
 
-from jshard.layout.capacity import shard_size
-from jshard.layout.specs import layer_dims
 from jshard.plan.hlo import flow
 from jshard.plan.hlo.program_text import BACKWARD, FORWARD, Module, arrays, direction
 from jshard.plan.memory.buffer_assignment import Assignment, Slot, Value
+from jshard.sharding.layout.capacity import shard_size
+from jshard.sharding.layout.specs import layer_dims
 from jshard.sharding.settings.mesh import stages_of
 from jshard.sharding.settings.state import TrainState
 

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import jshard
-from jshard.layout.batch import rows_of_process
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.sharding.layout.batch import rows_of_process
 from processes import Processes
 
 TIME, EXAMPLES = 32, 8

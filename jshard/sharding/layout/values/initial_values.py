@@ -16,11 +16,11 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.layout import layer_dims as layers
-from jshard.layout.capacity import shard_bytes
-from jshard.layout.memory_kinds import HOST
-from jshard.layout.specs import LOOKED_UP, is_annotated, mark_table
-from jshard.layout.variables import variables
+from jshard.sharding.layout import layer_dims as layers
+from jshard.sharding.layout.capacity import shard_bytes
+from jshard.sharding.layout.memory_kinds import HOST
+from jshard.sharding.layout.specs import LOOKED_UP, is_annotated, mark_table
+from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.mesh import shard_axes, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.system.compat.coordination import compile_together, processes_of

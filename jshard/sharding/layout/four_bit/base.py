@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.four_bit.codes import BLOCK, FourBit
-from jshard.layout.capacity import shard_size
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.padding import exact_types
-from jshard.layout.specs import shard_dim
-from jshard.layout.variables import own_dtypes
+from jshard.sharding.layout.capacity import shard_size
+from jshard.sharding.layout.four_bit.codes import BLOCK, FourBit
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.padding import exact_types
+from jshard.sharding.layout.specs import shard_dim
+from jshard.sharding.layout.variables import own_dtypes
 from jshard.sharding.settings.mesh import shard_axes, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import TrainState

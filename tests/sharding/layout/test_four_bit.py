@@ -15,8 +15,8 @@ from flax import nnx
 import hlo
 import jshard
 from filled import filled
-from jshard.four_bit.base import FOUR_BIT
-from jshard.four_bit.codes import FourBit
+from jshard.sharding.layout.four_bit.base import FOUR_BIT
+from jshard.sharding.layout.four_bit.codes import FourBit
 from parity import make_update
 from runs import check_close
 

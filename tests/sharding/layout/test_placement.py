@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jshard
-from jshard.layout import memory_kinds
-from jshard.layout.memory_kinds import check_memory, on_device, on_host
-from jshard.layout.placement import Placement
+from jshard.sharding.layout import memory_kinds
+from jshard.sharding.layout.memory_kinds import check_memory, on_device, on_host
+from jshard.sharding.layout.placement import Placement
 
 
 def in_shards(fn, *shape: int, **sizes: int):

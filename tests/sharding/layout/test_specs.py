@@ -11,10 +11,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import jshard
-from jshard.layout import layer_dims as layers
-from jshard.layout.padding import Padding, padded_dim
-from jshard.layout.placement import Placement
-from jshard.layout.specs import (
+from jshard.sharding.layout import layer_dims as layers
+from jshard.sharding.layout.padding import Padding, padded_dim
+from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.specs import (
     LOOKED_UP,
     follow,
     is_annotated,
@@ -27,7 +27,7 @@ from jshard.layout.specs import (
     sharded_dim,
     sharded_over,
 )
-from jshard.parallel.splits import WHOLE, Parts
+from jshard.sharding.layout.splits import WHOLE, Parts
 
 P = PartitionSpec
 

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard
-from jshard.layout import capacity
-from jshard.layout.capacity import check_capacity, host_bytes
-from jshard.layout.memory_kinds import HOST
+from jshard.sharding.layout import capacity
+from jshard.sharding.layout.capacity import check_capacity, host_bytes
+from jshard.sharding.layout.memory_kinds import HOST
 from tiny_runs import RECIPE, expect_one_line
 
 HUGE = 2**24  # features: a layer of 2**50 bytes in float32

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jshard.layout.memory_kinds import HOST
+from jshard.sharding.layout.memory_kinds import HOST
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes
 

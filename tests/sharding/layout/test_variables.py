@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard
-from jshard.layout.padding import (
+from jshard.sharding.layout.padding import (
     PADDING,
     Padding,
     exact,
@@ -21,8 +21,14 @@ from jshard.layout.padding import (
     padding_now,
     shape_of_layer,
 )
-from jshard.layout.transfer import as_read, fetch, fetch_exact, put, put_parts
-from jshard.layout.variables import (
+from jshard.sharding.layout.values.transfer import (
+    as_read,
+    fetch,
+    fetch_exact,
+    put,
+    put_parts,
+)
+from jshard.sharding.layout.variables import (
     expose_arrays,
     of_class,
     own_dtypes,

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.layout.memory_kinds import HOST
-from jshard.layout.padding import PADDING
-from jshard.layout.state_layout import Layout, padded
+from jshard.sharding.layout.memory_kinds import HOST
+from jshard.sharding.layout.padding import PADDING
+from jshard.sharding.layout.state_layout import Layout, padded
 
 SGD = optax.sgd(0.1, momentum=0.9)
 KERNEL, BIAS, COUNT = ("up", "kernel"), ("up", "bias"), ("count",)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.variables import variables
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.mesh import EXPERT, TENSOR
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of

@@ -7,8 +7,8 @@ import pytest
 
 import jshard
 import zoo
-from jshard.layout import state_layout as module
-from jshard.layout.state_layout import Layout
+from jshard.sharding.layout import state_layout as module
+from jshard.sharding.layout.state_layout import Layout
 from runs import loss_fn
 from zoo_layers import example
 

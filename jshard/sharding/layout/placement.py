@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import jax
 
-from jshard.four_bit.codes import FourBit
-from jshard.layout.padding import lengthened, shortened
+from jshard.sharding.layout.four_bit.codes import FourBit
+from jshard.sharding.layout.padding import lengthened, shortened
 from jshard.sharding.settings.mesh import names_of, shard_axes
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.padding import Padding, padded_dim, shape_of_layer
-from jshard.layout.placement import Placement
-from jshard.parallel.splits import WHOLE, Parts
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.padding import Padding, padded_dim, shape_of_layer
+from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.splits import WHOLE, Parts
 from jshard.sharding.settings.mesh import (
     AXES,
     FSDP,

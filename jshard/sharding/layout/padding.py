@@ -16,8 +16,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.layout.layer_dims import layer_dims
-from jshard.layout.variables import is_variable
+from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.layout.variables import is_variable
 
 PADDING = "padding"  # metadata key of a padded parameter, and of what follows it
 

@@ -11,10 +11,15 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard.four_bit.base import decoded, decoded_spec, encode_layers, four_bit_of
-from jshard.layout.memory_kinds import on_device
-from jshard.layout.padding import exact_values, padding_now
-from jshard.layout.variables import is_variable
+from jshard.sharding.layout.four_bit.base import (
+    decoded,
+    decoded_spec,
+    encode_layers,
+    four_bit_of,
+)
+from jshard.sharding.layout.memory_kinds import on_device
+from jshard.sharding.layout.padding import exact_values, padding_now
+from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.callers_mesh import check_devices, given_back, own_mesh
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError

@@ -10,11 +10,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jshard
-from jshard.layout import initial_values as module
-from jshard.layout.initial_values import fill, mark_stacked, prepare
-from jshard.layout.layer_dims import IN_LAYER
-from jshard.layout.memory_kinds import HOST
-from jshard.layout.specs import LOOKED_UP
+from jshard.sharding.layout.layer_dims import IN_LAYER
+from jshard.sharding.layout.memory_kinds import HOST
+from jshard.sharding.layout.specs import LOOKED_UP
+from jshard.sharding.layout.values import initial_values as module
+from jshard.sharding.layout.values.initial_values import fill, mark_stacked, prepare
 
 
 def is_parameter(path, variable):

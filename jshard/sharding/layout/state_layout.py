@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.four_bit.base import four_bit_of
-from jshard.layout.memory_kinds import HOST, on_host
-from jshard.layout.padding import PADDING, pad, padding_now, padding_of
-from jshard.layout.placement import Placement
-from jshard.layout.specs import (
+from jshard.sharding.layout.four_bit.base import four_bit_of
+from jshard.sharding.layout.memory_kinds import HOST, on_host
+from jshard.sharding.layout.padding import PADDING, pad, padding_now, padding_of
+from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.specs import (
     follow,
     is_sharded,
     manual_specs,
@@ -21,8 +21,8 @@ from jshard.layout.specs import (
     sharded_dim,
     sharded_over,
 )
-from jshard.layout.variables import own_dtypes
-from jshard.parallel.splits import WHOLE, Parts, Split, find_splits
+from jshard.sharding.layout.splits import WHOLE, Parts, Split, find_splits
+from jshard.sharding.layout.variables import own_dtypes
 from jshard.sharding.settings.mesh import axes_of, names_of, shard_axes, stages_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import Precision, is_float, is_quantized

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jshard
-from jshard.layout import batch as module
-from jshard.layout.batch import (
+from jshard.sharding.layout import batch as module
+from jshard.sharding.layout.batch import (
     abstract_batch,
     check_batch,
     check_fields,
