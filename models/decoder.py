@@ -13,7 +13,7 @@ from jax import lax
 
 import jshard
 from jshard.generation.weights_first import head_product
-from jshard.parallel.tensor import with_all_columns
+from jshard.sharding.axes.tensor import with_all_columns
 
 
 class Features(NamedTuple):

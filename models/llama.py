@@ -30,7 +30,7 @@ from jshard.models.moe import (
     without_padding,
 )
 from jshard.nn.tiles import tiled
-from jshard.parallel.tensor import own_columns
+from jshard.sharding.axes.tensor import own_columns
 
 __all__ = ["Block", "Llama", "LlamaConfig"]
 

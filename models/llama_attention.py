@@ -18,8 +18,8 @@ from jshard.generation import kv_cache
 from jshard.models.layers import linear, residual_std, rms_norm
 from jshard.models.llama_config import LlamaConfig
 from jshard.models.rope import Rope, rotate_some
-from jshard.parallel.context import on_whole_sequences
-from jshard.parallel.tensor import norm_columns, own_columns
+from jshard.sharding.axes.context import on_whole_sequences
+from jshard.sharding.axes.tensor import norm_columns, own_columns
 
 
 class Stream(NamedTuple):

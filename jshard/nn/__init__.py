@@ -7,8 +7,8 @@ from jshard.nn.attention import documents, dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
 from jshard.nn.lora import add_lora
 from jshard.nn.maximum import Max
-from jshard.parallel.context import positions, whole_sequences
-from jshard.parallel.tensor import tensor_parallel
+from jshard.sharding.axes.context import positions, whole_sequences
+from jshard.sharding.axes.tensor import tensor_parallel
 from jshard.sharding.layout.splits import Split
 
 __all__ = [

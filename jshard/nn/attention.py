@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard.nn.blockwise_attention import Scores, blockwise_attention
-from jshard.parallel.context import on_whole_sequences
+from jshard.sharding.axes.context import on_whole_sequences
 from jshard.sharding.settings.mesh import capability
 from jshard.sharding.settings.policy import ATTENTION_OPERANDS
 from jshard.system.compat.cudnn_calls import packed_attention
@@ -70,7 +70,7 @@ def dot_product_attention(
       says why; and else "xla".
 
     In a step that splits sequences over the mesh's "context" axis, queries, keys and
-    ids are this device's parts, and devices exchange heads (``parallel/context.py``).
+    ids are this device's parts, and devices exchange heads (``sharding/axes/context.py``).
 
     Args:
       q_BTNH: queries, floating.

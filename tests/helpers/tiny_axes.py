@@ -14,7 +14,7 @@ from flax import nnx
 
 import jshard
 import parity
-from jshard.parallel.context import on_whole_sequences
+from jshard.sharding.axes.context import on_whole_sequences
 
 EXAMPLES, TIME, WIDTH, HEAD = 8, 8, 8, 2
 TX = optax.sgd(1.0)  # parameters differ by their gradients

@@ -340,7 +340,7 @@ def loss_fn(model, batch):
     return jshard.Mean(jnp.sum(jnp.sin(model(batch))), batch["x"].size)
 
 
-# By default tests/parallel/test_context.py trains models that attend in blocks.
+# By default tests/sharding/axes/test_context.py trains models that attend in blocks.
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])

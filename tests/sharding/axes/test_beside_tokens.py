@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.parallel.context import whole_sequences
+from jshard.sharding.axes.context import whole_sequences
 
 TABLE = jnp.arange(16.0).reshape(4, 4)  # of heads, say: begins like (B, T) of a device
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jshard
 from filled import filled
-from jshard.parallel.context import on_whole_sequences, positions, whole_sequences
-from jshard.parallel.tensor import (
+from jshard.sharding.axes.context import on_whole_sequences, positions, whole_sequences
+from jshard.sharding.axes.tensor import (
     norm_columns,
     own_columns,
     tensor_parallel,
@@ -137,7 +137,7 @@ def test_split_columns_and_rows_compute_and_learn_as_whole_ones(
     examples, on_gpus, monkeypatch
 ):
     """Also in two parts of the examples, of which one travels during the other."""
-    monkeypatch.setattr("jshard.parallel.tensor.on_gpus", lambda: on_gpus)
+    monkeypatch.setattr("jshard.sharding.axes.tensor.on_gpus", lambda: on_gpus)
 
     def mlp(x_BTD, shift_BT, scale, up_DF, down_FD):
         return jnp.tanh(x_BTD @ up_DF + shift_BT[..., None]) @ down_FD * scale

@@ -8,9 +8,9 @@ from flax import nnx
 
 import jshard
 import parity
-from jshard.parallel import experts
-from jshard.parallel.experts import capacities
 from jshard.plan.start_up import describe, traffic
+from jshard.sharding.axes import experts
+from jshard.sharding.axes.experts import capacities
 from split_models import MODELS, TIME, batch, loss_fn, made, start, trains_alike
 
 # model, packed, optimizer, and options

@@ -97,7 +97,7 @@ def test_split_features_train_as_whole_ones_on_one_device(case):
     ids=["tensor", "both"],
 )
 def test_exchanges_in_parts_of_the_examples_compute_the_same(options, monkeypatch):
-    monkeypatch.setattr("jshard.parallel.tensor.on_gpus", lambda: True)
+    monkeypatch.setattr("jshard.sharding.axes.tensor.on_gpus", lambda: True)
     trains_alike("windows", True, "adamw", options)
 
 
