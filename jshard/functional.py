@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jshard.collectives.gather import all_gather
-from jshard.cpu.order import in_order
+from jshard.sharding.cpu.order import in_order
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import FSDP, manual_axes, names_of, shard_axes
 from jshard.sharding.settings.policy import Reshard, UnitPolicy

@@ -286,7 +286,7 @@ def collectives(record: Recorder, *, tiny: bool) -> None:
         record("skipped", why="one device has nobody to talk to")
         return
     mesh = Mesh(jax.devices(), ("x",))
-    # XLA:CPU hangs where too many are under way (jshard/cpu/pacing.py).
+    # XLA:CPU hangs where too many are under way (jshard/sharding/cpu/pacing.py).
     pace = jax.block_until_ready if tiny else lambda x: x
     for kernel in moved(mesh, [2**16] if tiny else [2**i for i in range(16, 31, 2)]):
         if record.has(kernel.name):

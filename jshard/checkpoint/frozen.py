@@ -15,7 +15,7 @@ from jax import lax
 
 from jshard.checkpoint import metadata
 from jshard.checkpoint.metadata import FROZEN_FROM as KEY
-from jshard.cpu.order import in_order
+from jshard.sharding.cpu.order import in_order
 from jshard.sharding.layout.memory_kinds import on_device
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError, some_of

@@ -11,13 +11,13 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.cpu.order import in_order
-from jshard.cpu.pacing import pace
 from jshard.fsdp import checks, given, step
 from jshard.fsdp.program import new_state
 from jshard.fsdp.program.together import Together
 from jshard.optim import nnx_optimizer
 from jshard.optim.update import first_fields
+from jshard.sharding.cpu.order import in_order
+from jshard.sharding.cpu.pacing import pace
 from jshard.sharding.layout.batch import check_fields, split_batch
 from jshard.sharding.layout.capacity import check_capacity
 from jshard.sharding.layout.memory_kinds import check_memory, on_device

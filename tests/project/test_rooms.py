@@ -71,7 +71,7 @@ def test_the_picture_is_what_the_script_draws_now(found):
         ("fsdp/fsdp.py", "import jshard.plan", "jshard.plan", "plan"),
         ("sharding/settings/policy.py", "from jshard.unit import unit", "jshard.unit.unit", "unit"),
         ("optim/ema.py", "from jshard.nn import loss", "jshard.sharding.settings.loss", "nn"),
-        ("cpu/order.py", "def f():\n    from jshard import Mean", "jshard", "surface"),
+        ("sharding/cpu/order.py", "def f():\n    from jshard import Mean", "jshard", "surface"),
     ],
 )  # fmt: skip
 def test_an_import_that_goes_up_is_named(tmp_path, file, line, module, of):

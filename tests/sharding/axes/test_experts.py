@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import hlo
 from filled import filled
-from jshard.cpu.order import in_order
 from jshard.models.llama_config import LlamaConfig
 from jshard.models.moe import MixtureOfExperts
 from jshard.plan.start_up import equations, traffic
 from jshard.sharding.axes import experts
 from jshard.sharding.axes.experts import capacities
+from jshard.sharding.cpu.order import in_order
 from parity import every_pair
 
 E, K, D, F, BATCH, TIME = 8, 2, 6, 10, 8, 20

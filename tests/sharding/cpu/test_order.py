@@ -20,8 +20,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jshard
 from filled import filled
-from jshard.cpu.order import in_order
 from jshard.models.gpt import GPT, GPTConfig, generate
+from jshard.sharding.cpu.order import in_order
 from order import exchanging, unordered
 from stress import Cell, check
 
@@ -362,7 +362,7 @@ def test_training_ends_with_the_same_losses_however_it_is_started(cell):
 )
 def test_a_loop_that_never_waits_for_a_step_ends(devices, calls):
     """Before JAX 0.12, XLA:CPU hangs where more than 32 programs are under way."""
-    script = Path(__file__).parents[1] / "helpers" / "ahead.py"
+    script = Path(__file__).parents[2] / "helpers" / "ahead.py"
     words = [sys.executable, str(script), str(devices), calls]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.cpu import weight_products
+from jshard.sharding.cpu import weight_products
 from jshard.system.compat import jaxprs
 from jshard.system.errors import UserError
 

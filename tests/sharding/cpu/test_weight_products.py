@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jshard.cpu.order import in_order
+from jshard.sharding.cpu.order import in_order
 
 WIDE, NARROW = (2, 5, 12), (2, 5, 4)  # examples, positions, features
 # Equation of the weight, shapes of inputs and outputs, shape of the weight.
