@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from jshard import optim as optim
     from jshard import training as training
     from jshard.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from jshard.collectives.reduce import pmean as pmean
     from jshard.fsdp.fsdp import FSDP as FSDP
     from jshard.generation.generator import generate as generate
     from jshard.hub.parameters import restore_orbax as restore_orbax
     from jshard.nn.dropout import Dropout as Dropout
+    from jshard.sharding.collectives.reduce import pmean as pmean
     from jshard.sharding.settings.loss import Loss as Loss
     from jshard.sharding.settings.loss import Mean as Mean
     from jshard.sharding.settings.loss import Means as Means

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jshard.collectives.gather import all_gather
+from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.cpu.order import in_order
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import FSDP, manual_axes, names_of, shard_axes

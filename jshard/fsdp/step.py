@@ -16,9 +16,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jshard.collectives.gather import all_gather
-from jshard.collectives.microbatch import microbatch
-from jshard.collectives.reduce import all_reduce, scatter
 from jshard.fsdp.accumulate import accumulate, first_of, split
 from jshard.fsdp.program.draws import with_rngs
 from jshard.fsdp.program.refusals import check_means
@@ -30,6 +27,9 @@ from jshard.optim.update import check_state, next_state
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
+from jshard.sharding.collectives.gather import all_gather
+from jshard.sharding.collectives.microbatch import microbatch
+from jshard.sharding.collectives.reduce import all_reduce, scatter
 from jshard.sharding.layout.batch import batch_specs, check_batch
 from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.layout.placement import Placement

@@ -20,7 +20,7 @@ from flax.core.scope import subtract_filters
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jshard.collectives.gather import all_gather
+from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.layout.layer_dims import layer_dims, mark_layers
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import within

@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jshard.collectives.microbatch import current_microbatch
 from jshard.sharding.axes.tensor import within_tensor_parallel
+from jshard.sharding.collectives.microbatch import current_microbatch
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.in_stages import stages_here
 from jshard.sharding.settings.mesh import (

@@ -5,7 +5,7 @@ from typing import Any, TypeVar, overload
 import jax
 from flax import nnx
 
-from jshard.collectives.gather import gather
+from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
 from jshard.system.errors import UserError
 from jshard.unit.linearize import select

@@ -17,8 +17,8 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jshard.collectives.gather import gather
 from jshard.sharding.axes.partial_sums import check_partial_sums
+from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import (
     ATTENTION_OPERANDS,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.collectives.gather import gather
+from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import REPLICA
 from jshard.sharding.settings.scopes import LAYERS

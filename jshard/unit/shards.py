@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.collectives.gather import all_gather
+from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.variables import opened
 from jshard.sharding.settings.scopes import within

@@ -25,9 +25,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from jshard.collectives.gather import all_gather, gather, join_parts, take_part
-from jshard.collectives.reduce import all_reduce_in_unit
-from jshard.collectives.reduce import scatter as scatter_leaf
+from jshard.sharding.collectives.gather import all_gather, gather, join_parts, take_part
+from jshard.sharding.collectives.reduce import all_reduce_in_unit
+from jshard.sharding.collectives.reduce import scatter as scatter_leaf
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.unit.linearize import (

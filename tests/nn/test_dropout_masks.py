@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jshard
-from jshard.collectives.microbatch import microbatch
 from jshard.nn import dropout
+from jshard.sharding.collectives.microbatch import microbatch
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.mesh import batch_spec, split_sequences
 

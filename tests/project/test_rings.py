@@ -160,7 +160,7 @@ def test_a_change_touches_the_tests_that_the_table_names(file):
     expected = {
         "jshard/unit/stack.py": {
             "tests/unit", "tests/test_parity.py", "tests/unit/test_schedules.py",
-            "tests/collectives/test_collectives.py", "tests/unit/test_closed_form.py",
+            "tests/sharding/collectives/test_collectives.py", "tests/unit/test_closed_form.py",
         },
         "models/gpt.py": {"tests/recipes/"},
         "README.md": {"tests/docs/"},

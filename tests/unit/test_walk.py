@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import jshard
-from jshard.collectives import gather as gathers
-from jshard.collectives import reduce as reduces
+from jshard.sharding.collectives import gather as gathers
+from jshard.sharding.collectives import reduce as reduces
 from jshard.system.compat import jaxprs
 
 ROOT = Path(jshard.__file__).parent
@@ -78,7 +78,7 @@ def walk(monkeypatch: pytest.MonkeyPatch, heading: str) -> list[str]:
 def test_a_gather_is_six_frames_and_four_files_from_the_step(monkeypatch):
     found = walk(monkeypatch, "From the step to a gather")
     assert found[0] == START
-    assert found[-1] == "collectives/gather.py: all_gather"
+    assert found[-1] == "sharding/collectives/gather.py: all_gather"
     assert len(found) <= 6
     assert len({frame.split(":")[0] for frame in found}) <= 4
 

@@ -11,9 +11,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jshard
-from jshard.collectives.gather import all_gather, gather, join_parts, take_part
-from jshard.collectives.microbatch import StepSum, current_microbatch, microbatch
-from jshard.collectives.reduce import (
+from jshard.sharding.collectives.gather import all_gather, gather, join_parts, take_part
+from jshard.sharding.collectives.microbatch import (
+    StepSum,
+    current_microbatch,
+    microbatch,
+)
+from jshard.sharding.collectives.reduce import (
     all_reduce,
     all_reduce_in_unit,
     cast,

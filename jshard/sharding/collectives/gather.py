@@ -14,8 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.collectives import float4, quantized
-from jshard.collectives.reduce import all_reduce_in_unit, cast, on_rank_zero, scatter
+from jshard.sharding.collectives import float4, quantized
+from jshard.sharding.collectives.reduce import (
+    all_reduce_in_unit,
+    cast,
+    on_rank_zero,
+    scatter,
+)
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.precision import is_quantized
 from jshard.sharding.settings.scopes import ALL_GATHER

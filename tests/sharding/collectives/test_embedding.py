@@ -18,7 +18,7 @@ import jshard
 from decoder import policies
 from filled import filled
 from h100 import h100s
-from jshard.collectives.embedding import is_cheaper
+from jshard.sharding.collectives.embedding import is_cheaper
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import BATCH
 from parity import make_mesh

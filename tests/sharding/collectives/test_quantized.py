@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import hlo
 import jshard
-from jshard.collectives import quantized
-from jshard.collectives.gather import all_gather
-from jshard.collectives.quantized import BLOCK, dequantize, quantize
+from jshard.sharding.collectives import quantized
+from jshard.sharding.collectives.gather import all_gather
+from jshard.sharding.collectives.quantized import BLOCK, dequantize, quantize
 from jshard.sharding.layout.placement import Placement
 
 # Half the distance between neighbours, relative to the block's largest value (int8) or

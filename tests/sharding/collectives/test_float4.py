@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jshard.collectives import float4, quantized
-from jshard.collectives.random_bits import fold, random_bits, random_words
+from jshard.sharding.collectives import float4, quantized
+from jshard.sharding.collectives.random_bits import fold, random_bits, random_words
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 ALL = np.concatenate([MAGNITUDES, np.negative(MAGNITUDES)])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.collectives.reduce import all_reduce_in_unit
+from jshard.sharding.collectives.reduce import all_reduce_in_unit
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import REPLICA, shard_axes
 from jshard.sharding.settings.precision import is_quantized
