@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.float8.formats import FORMATS
 from jshard.optim.stacks.layers_apart import check_layers
+from jshard.sharding.float8.formats import FORMATS
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.padding import exact_types
 from jshard.sharding.layout.state_layout import Layout

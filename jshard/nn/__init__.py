@@ -1,6 +1,5 @@
 """What a model imports: attention, losses, LoRA, and splits over "tensor"."""
 
-from jshard.float8.products import matmul
 from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import documents, dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
@@ -9,6 +8,7 @@ from jshard.nn.maximum import Max
 from jshard.sharding.axes.context import positions, whole_sequences
 from jshard.sharding.axes.tensor import tensor_parallel
 from jshard.sharding.collectives.microbatch import StepSum
+from jshard.sharding.float8.products import matmul
 from jshard.sharding.layout.splits import Split
 
 __all__ = [

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jshard.float8.products import Float8
+from jshard.sharding.float8.products import Float8
 from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.layout.variables import (
     is_variable,

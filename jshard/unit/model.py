@@ -11,10 +11,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard.float8.products import fits, take_float8
 from jshard.pipe.stages import Stages
 from jshard.sharding.axes.tensor import tensor_parallel
 from jshard.sharding.collectives.gather import all_gather
+from jshard.sharding.float8.products import fits, take_float8
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.variables import of_class, replace, variables

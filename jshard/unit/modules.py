@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.float8.products import Float8
-from jshard.float8.weights import in_float8
 from jshard.pipe.call import leave_open
 from jshard.pipe.stages import Stages
 from jshard.sharding.collectives.embedding import is_cheaper, look_up
+from jshard.sharding.float8.products import Float8
+from jshard.sharding.float8.weights import in_float8
 from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.specs import is_table, mark_table

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.float8 import blocks, formats
-from jshard.float8.products import fits
 from jshard.plan.cost.traffic import least
 from jshard.plan.start_up import describe, traffic
 from jshard.sharding.collectives import float4
+from jshard.sharding.float8 import blocks, formats
+from jshard.sharding.float8.products import fits
 from multiplied import (
     HIDDEN,
     LAYERS,

@@ -50,7 +50,7 @@ class Placement:
       packed: the dimension along which bytes of four-bit values have two each, counted
         from the end; None if it is not gathered in these.
       gradient_only: whether the parameter is not gathered, and zeros take the gradient
-        of a weight that is made otherwise (``jshard.float8.weights``).
+        of a weight that is made otherwise (``jshard.sharding.float8.weights``).
     """
 
     dim: int | None
