@@ -198,7 +198,7 @@ def jax_newest(session: nox.Session) -> None:
     # jax alone keeps jaxlib.
     python = newer(session, ".[test]", "--upgrade", "jax", "jaxlib")
     # Not the command line, data, reports and processes again.
-    files = """tests/sharding/collectives tests/sharding/cpu tests/unit tests/optim tests/nn tests/sharding/layout
+    files = """tests/sharding/collectives tests/sharding/cpu tests/unit tests/sharding/update tests/nn tests/sharding/layout
         tests/sharding/axes tests/system/compat tests/test_parity.py tests/fsdp/test_wrt.py
         tests/fsdp/test_existing_model.py tests/sharding/settings/test_mesh.py
         tests/sharding/settings/test_precision.py tests/checkpoint/test_checkpoint.py

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jshard
 from jshard.models.gpt import GPT, GPTConfig
-from jshard.optim.update import update
 from jshard.plan import GPUS, compile_for, devices, tracing_for
 from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.settings.mesh import BATCH
+from jshard.sharding.update.end_of_step import update
 from jshard.system.errors import UserError
 
 GIB, BUS = 2**30, 55e9  # bytes/s, one way, of 16 lanes of PCIe 5 in practice

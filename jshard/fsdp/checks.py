@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.optim.stacks.layers_apart import check_layers
 from jshard.sharding.float8.formats import FORMATS
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.padding import exact_types
@@ -30,6 +29,7 @@ from jshard.sharding.settings.mesh import (
 from jshard.sharding.settings.policy import OF_STACKS, OF_UNITS, Policy, prefixes
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.update.stacks.layers_apart import check_layers
 from jshard.system.compat.absent_gpus import cudnn_version
 from jshard.system.errors import UserError, some_of
 from jshard.unit.modules import Stack, is_unit, own_paths

@@ -14,8 +14,6 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard.fsdp import checks, given, step
 from jshard.fsdp.program import new_state
 from jshard.fsdp.program.together import Together
-from jshard.optim import nnx_optimizer
-from jshard.optim.update import first_fields
 from jshard.sharding.cpu.order import in_order
 from jshard.sharding.cpu.pacing import pace
 from jshard.sharding.layout.batch import check_fields, split_batch
@@ -32,6 +30,8 @@ from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import check_mesh, platform, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import ModelArrays, Step, TrainState, check_kept
+from jshard.sharding.update import nnx_optimizer
+from jshard.sharding.update.end_of_step import first_fields
 from jshard.system.compat import xla_options
 from jshard.unit.model import of_one_device
 

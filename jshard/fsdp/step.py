@@ -23,7 +23,6 @@ from jshard.fsdp.program.told import say_what_is_written, tell_of_reads, written
 from jshard.fsdp.program.traced import differing, once_checked, tracing
 from jshard.nn.count import add_up
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
-from jshard.optim.update import check_state, next_state
 from jshard.pipe.moves import from_stages, to_stages
 from jshard.pipe.run import pipelined
 from jshard.pipe.stages import divide
@@ -46,6 +45,7 @@ from jshard.sharding.settings.mesh import (
 )
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.state import ModelArrays, TrainState
+from jshard.sharding.update.end_of_step import check_state, next_state
 from jshard.system.compat.jaxprs import replay
 from jshard.system.errors import UserError
 from jshard.unit.calls import own_containers

@@ -31,8 +31,8 @@ from jshard.hub.safetensors_read import (
     load_safetensors,
 )
 from jshard.hub.tied_heads import other_head
-from jshard.optim import counts
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.update import counts
 from jshard.system.cli.paths import check_path
 from jshard.system.errors import UserError
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.optim.per_layer import PerLayerState
 from jshard.sharding.layout.capacity import shard_bytes
 from jshard.sharding.layout.four_bit.base import four_bit_of, values_in, values_in_shard
 from jshard.sharding.layout.layer_dims import layer_dims
@@ -17,6 +16,7 @@ from jshard.sharding.layout.padding import exact_types, padding_now
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.mesh import shards_of
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.update.per_layer import PerLayerState
 from jshard.system.errors import some_of
 from jshard.system.formatting import format_bytes
 from jshard.unit.modules import own_paths

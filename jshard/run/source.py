@@ -21,10 +21,10 @@ from jshard.hub.parameters import (
     read_frozen,
     start_from,
 )
-from jshard.optim import counts
 from jshard.recipe.build import Job
 from jshard.recipe.model_map import find_map, model_of, require_map
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.update import counts
 from jshard.system.errors import UserError
 
 

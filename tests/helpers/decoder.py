@@ -18,10 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hlo
 import jshard
-from jshard.optim.whole_layers import sharded_update
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.specs import sharded_dim
 from jshard.sharding.settings.mesh import FSDP, REPLICA
+from jshard.sharding.update.whole_layers import sharded_update
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def test_the_picture_is_what_the_script_draws_now(found):
         ("sharding/settings/state.py", "import jshard.training", "jshard.training", "training"),
         ("fsdp/fsdp.py", "import jshard.plan", "jshard.plan", "plan"),
         ("sharding/settings/policy.py", "from jshard.unit import unit", "jshard.unit.unit", "unit"),
-        ("optim/ema.py", "from jshard.nn import loss", "jshard.sharding.settings.loss", "nn"),
+        ("sharding/update/ema.py", "from jshard.nn import loss", "jshard.sharding.settings.loss", "nn"),
         ("sharding/cpu/order.py", "def f():\n    from jshard import Mean", "jshard", "surface"),
     ],
 )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jshard.optim import counts
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
+from jshard.sharding.update import counts
 from jshard.training.non_finite import check_finite, describe_skipped
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions

@@ -22,10 +22,10 @@ from filled import filled
 from jshard.checkpoint import metadata
 from jshard.hub.parameters import find_parameters
 from jshard.hub.tensor_names import tensor_names
-from jshard.optim.update import update
 from jshard.sharding.layout.padding import padded_dim, padding_now
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.variables import is_variable
+from jshard.sharding.update.end_of_step import update
 
 OPTIMIZER = optax.chain(optax.clip(1.0), optax.scale_by_lion(), optax.adamw(1e-2))
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.optim import ema, loss_scale
-from jshard.optim.whole_layers import _dim
 from jshard.sharding.settings.state import LossScale
+from jshard.sharding.update import ema, loss_scale
+from jshard.sharding.update.whole_layers import _dim
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import jshard
 import parity
 from filled import filled
 from jshard.hub.parameters import find_parameters
-from jshard.optim import counts
+from jshard.sharding.update import counts
 from jshard.system.errors import UserError
 
 DECAY = 0.99  # until hundreds of updates the number of updates sets the averages' pace

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.optim.bf16_moments import Bf16MomentsState
-from jshard.optim.per_layer import PerLayerState, first_layer, stack_name
 from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.settings.scopes import within
+from jshard.sharding.update.bf16_moments import Bf16MomentsState
+from jshard.sharding.update.per_layer import PerLayerState, first_layer, stack_name
 
 KEEP = optax.trace(0.0)  # whose moment is the gradient, which is then rounded
 LAYERS = 3

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jshard.optim.stacks.known import with_whole_layers
 from jshard.sharding.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
+from jshard.sharding.update.stacks.known import with_whole_layers
 
 # The index of the layer being updated, in each Stack around it.
 layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())

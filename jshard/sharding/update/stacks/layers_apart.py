@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.optim.call_optax import call, plain
-from jshard.optim.per_layer import asking
-from jshard.optim.stacks.known import Transformation, to_ask, unequal_mask
 from jshard.sharding.layout.layer_dims import IN_LAYER, layer_dims
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
+from jshard.sharding.update.call_optax import call, plain
+from jshard.sharding.update.per_layer import asking
+from jshard.sharding.update.stacks.known import Transformation, to_ask, unequal_mask
 from jshard.system.errors import UserError
 
 Form = Callable[[Any], Any]  # from a tree of Stacks to one of tensors

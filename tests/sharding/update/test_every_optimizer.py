@@ -1,7 +1,7 @@
 """26 optimizers of optax follow one device, with and without Stacks, on 2 to 8 devices.
 
     export JAX_PLATFORMS=cpu PYTHONPATH=.:tests/helpers
-    python tests/optim/test_every_optimizer.py
+    python tests/sharding/update/test_every_optimizer.py
 
 prints the table of errors. The reference is a plain Flax model with a list of layers
 and plain optax, in float64; no width is a multiple of the devices.

@@ -20,8 +20,8 @@ import hlo
 import jshard
 from decoder import Sizes, bytes_in, make_decoder, make_fsdp
 from h100 import h100s
-from jshard.optim.update import update
 from jshard.plan import compile_for
+from jshard.sharding.update.end_of_step import update
 
 OFFLOADS = ("optimizer", "all")
 BOUND = 1e-9

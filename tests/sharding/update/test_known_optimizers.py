@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.optim.stacks.known import (
+from jshard.sharding.layout.layer_dims import mark_layers
+from jshard.sharding.update.stacks.known import (
     OF_LAYERS,
     OF_NUMBERS,
     OF_TENSORS,
@@ -19,7 +20,6 @@ from jshard.optim.stacks.known import (
     unknown_part,
     with_whole_layers,
 )
-from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.system.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -16,7 +16,7 @@ import jshard
 import parity
 from jshard.config.overrides import override
 from jshard.config.run_config import complete
-from jshard.optim import ema
+from jshard.sharding.update import ema
 
 OPTIMIZER = optax.sgd(0.5, momentum=0.9)
 DECAY = 0.3  # the first two steps of a run average with less

@@ -11,9 +11,9 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.optim.stacks.known import to_ask
-from jshard.optim.stacks.layers_apart import _not_apart, check_layers
 from jshard.sharding.layout.layer_dims import mark_layers
+from jshard.sharding.update.stacks.known import to_ask
+from jshard.sharding.update.stacks.layers_apart import _not_apart, check_layers
 from jshard.system.errors import UserError
 
 LAYERS = 3

@@ -14,8 +14,8 @@ import hlo
 import jshard
 import parity
 from filled import filled
-from jshard.optim.whole_layers import sharded_update
 from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.sharding.update.whole_layers import sharded_update
 
 pytestmark = pytest.mark.usefixtures("x64")
 

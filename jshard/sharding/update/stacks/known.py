@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from jshard.optim.muon import on_whole_layers
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.variables import is_variable
+from jshard.sharding.update.muon import on_whole_layers
 from jshard.system.errors import UserError
 
 Transformation: TypeAlias = optax.GradientTransformation

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jshard.optim.per_layer import asking, first_layer, layers_here
-from jshard.optim.stacks.known import with_whole_layers
 from jshard.sharding.collectives.random_bits import fold, random_bits
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.specs import follow
 from jshard.sharding.layout.variables import is_variable
+from jshard.sharding.update.per_layer import asking, first_layer, layers_here
+from jshard.sharding.update.stacks.known import with_whole_layers
 
 
 class Bf16MomentsState(NamedTuple):

@@ -10,9 +10,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.optim import counts, ema, loss_scale
-from jshard.optim.call_optax import check_opt_state, first_state, next_updates
-from jshard.optim.stacks.known import (
+from jshard.sharding.layout.memory_kinds import on_device, on_host
+from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.settings.policy import Policy
+from jshard.sharding.settings.precision import at_least_float32, updated_in
+from jshard.sharding.settings.scopes import UPDATE
+from jshard.sharding.settings.state import TrainState
+from jshard.sharding.update import counts, ema, loss_scale
+from jshard.sharding.update.call_optax import check_opt_state, first_state, next_updates
+from jshard.sharding.update.stacks.known import (
     OF_LAYERS,
     OF_NUMBERS,
     OF_TENSORS,
@@ -20,14 +26,8 @@ from jshard.optim.stacks.known import (
     stages_of,
     unknown_part,
 )
-from jshard.optim.streamed_update import streamed_update
-from jshard.optim.whole_layers import sharded_update
-from jshard.sharding.layout.memory_kinds import on_device, on_host
-from jshard.sharding.layout.state_layout import Layout
-from jshard.sharding.settings.policy import Policy
-from jshard.sharding.settings.precision import at_least_float32, updated_in
-from jshard.sharding.settings.scopes import UPDATE
-from jshard.sharding.settings.state import TrainState
+from jshard.sharding.update.streamed_update import streamed_update
+from jshard.sharding.update.whole_layers import sharded_update
 from jshard.system.errors import UserError
 
 # (parameters, optimizer's state, averages or None)

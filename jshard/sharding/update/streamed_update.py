@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jshard.optim.per_layer import PerLayerState, first_layer, stack_name
 from jshard.sharding.layout.memory_kinds import on_device, on_host
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
+from jshard.sharding.update.per_layer import PerLayerState, first_layer, stack_name
 
 Arrays = list[jax.Array]
 Some = dict[int, jax.Array]  # arrays by their position in (state, given)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import hlo
 import jshard
-from jshard.optim.whole_layers import sharded_update, whole_layers
+from jshard.sharding.update.whole_layers import sharded_update, whole_layers
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
 

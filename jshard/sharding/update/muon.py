@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
-from jshard.optim.whole_layers import whole_layers
+from jshard.sharding.update.whole_layers import whole_layers
 
 
 def on_whole_layers(

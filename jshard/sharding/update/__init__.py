@@ -1,0 +1,1 @@
+"""The update on exact global views; its public face is ``jshard.optim``."""
