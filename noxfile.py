@@ -185,7 +185,7 @@ def jax_0_11(session: nox.Session) -> None:
     """JAX 0.11.2, which images for GPUs carry: a smoke test."""
     python = newer(session, ".[test]", "jax==0.11.2")
     train_elsewhere(session, python, MADE / "programs-0.11")
-    files = """tests/test_parity.py tests/unit/test_functional.py tests/system/compat
+    files = """tests/test_parity.py tests/sharding/units/test_functional.py tests/system/compat
         tests/sharding/collectives/test_collectives.py tests/checkpoint/test_checkpoint.py"""
     pytest(session, python, f"-n 0 {part(8)} {files}", env=KEPT)
 
@@ -198,7 +198,7 @@ def jax_newest(session: nox.Session) -> None:
     # jax alone keeps jaxlib.
     python = newer(session, ".[test]", "--upgrade", "jax", "jaxlib")
     # Not the command line, data, reports and processes again.
-    files = """tests/sharding/collectives tests/sharding/cpu tests/unit tests/sharding/update tests/nn tests/sharding/layout
+    files = """tests/sharding/collectives tests/sharding/cpu tests/sharding/units tests/sharding/update tests/nn tests/sharding/layout
         tests/sharding/axes tests/system/compat tests/test_parity.py tests/fsdp/test_wrt.py
         tests/fsdp/test_existing_model.py tests/sharding/settings/test_mesh.py
         tests/sharding/settings/test_precision.py tests/checkpoint/test_checkpoint.py

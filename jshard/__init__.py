@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from jshard.sharding.settings.policy import Policy as Policy
     from jshard.sharding.settings.precision import Precision as Precision
     from jshard.sharding.settings.state import TrainState as TrainState
+    from jshard.sharding.units.modules import Stack as Stack
+    from jshard.sharding.units.modules import Unit as Unit
+    from jshard.sharding.units.outside.gathered import gathered as gathered
     from jshard.system.compat.versions import __version__ as __version__
     from jshard.system.errors import UserError as UserError
     from jshard.training.trainer import Trainer as Trainer
-    from jshard.unit.gathered import gathered as gathered
-    from jshard.unit.modules import Stack as Stack
-    from jshard.unit.modules import Unit as Unit
 else:
     _MODULES = ("functional", "linen", "nn", "optim", "training")
     _HOMES = {

@@ -16,9 +16,9 @@ from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import FSDP, manual_axes, names_of, shard_axes
 from jshard.sharding.settings.policy import Reshard, UnitPolicy
 from jshard.sharding.settings.precision import is_float
+from jshard.sharding.units.stack import make_scan, split_aux
 from jshard.system.compat.jaxprs import Static, is_typed
 from jshard.system.errors import UserError
-from jshard.unit.stack import make_scan, split_aux
 
 __all__ = ["gather", "in_order", "scan_layers"]
 

@@ -25,12 +25,12 @@ from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.padding import exact_types
 from jshard.sharding.layout.variables import array_name, is_variable
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.units.modules import Stack
 from jshard.system.cli.paths import path_problem
 from jshard.system.compat.versions import versions
 from jshard.system.errors import UserError
 from jshard.system.files.atomic import replace_file
 from jshard.system.files.untrusted import read_json
-from jshard.unit.modules import Stack
 
 FILE = "description.json"
 FROZEN_FROM = "frozen_from"  # where the parameters are that the checkpoint leaves out

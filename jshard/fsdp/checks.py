@@ -29,10 +29,10 @@ from jshard.sharding.settings.mesh import (
 from jshard.sharding.settings.policy import OF_STACKS, OF_UNITS, Policy, prefixes
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.units.modules import Stack, is_unit, own_paths
 from jshard.sharding.update.stacks.layers_apart import check_layers
 from jshard.system.compat.absent_gpus import cudnn_version
 from jshard.system.errors import UserError, some_of
-from jshard.unit.modules import Stack, is_unit, own_paths
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)

@@ -30,10 +30,10 @@ from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import check_mesh, platform, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import ModelArrays, Step, TrainState, check_kept
+from jshard.sharding.units.model import of_one_device
 from jshard.sharding.update import nnx_optimizer
 from jshard.sharding.update.end_of_step import first_fields
 from jshard.system.compat import xla_options
-from jshard.unit.model import of_one_device
 
 
 class FSDP:

@@ -16,9 +16,9 @@ from jshard.sharding.layout.specs import is_annotated
 from jshard.sharding.layout.variables import expose_arrays, reachable, variables
 from jshard.sharding.settings.callers_mesh import taken
 from jshard.sharding.settings.state import check_kept
+from jshard.sharding.units.calls import variables_in
 from jshard.system.compat.flax_modules import is_pytree, record, unrecorded
 from jshard.system.errors import UserError
-from jshard.unit.calls import variables_in
 
 _LINEN = "a Flax Linen module; wrap it in jshard.linen.Model (docs/how_to/linen.md)"
 

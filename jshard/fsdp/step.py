@@ -45,17 +45,17 @@ from jshard.sharding.settings.mesh import (
 )
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.state import ModelArrays, TrainState
-from jshard.sharding.update.end_of_step import check_state, next_state
-from jshard.system.compat.jaxprs import replay
-from jshard.system.errors import UserError
-from jshard.unit.calls import own_containers
-from jshard.unit.model import (
+from jshard.sharding.units.calls import own_containers
+from jshard.sharding.units.model import (
     gather_root,
     make_parallel,
     make_sharded,
     make_units,
     root_as_unit,
 )
+from jshard.sharding.update.end_of_step import check_state, next_state
+from jshard.system.compat.jaxprs import replay
+from jshard.system.errors import UserError
 
 # build(graphdef, layout, params, frozen, model_state, training=...) -> a model
 Build = Callable[..., nnx.Module]

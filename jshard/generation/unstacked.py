@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.unit.modules import Stack, make_plain
-from jshard.unit.stack import split_aux
+from jshard.sharding.units.modules import Stack, make_plain
+from jshard.sharding.units.stack import split_aux
 
 
 class Layers(nnx.Module):

@@ -24,12 +24,10 @@ from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.layout.layer_dims import layer_dims, mark_layers
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import within
-from jshard.system.compat.jaxprs import needed_for
-from jshard.system.errors import UserError
-from jshard.unit.calls import call_method, set_content
-from jshard.unit.dataflow import dependencies, union
-from jshard.unit.modules import Unit
-from jshard.unit.shards import (
+from jshard.sharding.units.calls import call_method, set_content
+from jshard.sharding.units.dataflow import dependencies, union
+from jshard.sharding.units.modules import Unit
+from jshard.sharding.units.outside.shards import (
     combine,
     is_shard,
     objects_in,
@@ -37,6 +35,8 @@ from jshard.unit.shards import (
     shard_of,
     with_array,
 )
+from jshard.system.compat.jaxprs import needed_for
+from jshard.system.errors import UserError
 
 Path = tuple[str, ...]
 

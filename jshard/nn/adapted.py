@@ -24,8 +24,8 @@ from jshard.sharding.layout.memory_kinds import on_device
 from jshard.sharding.layout.padding import exact, pad
 from jshard.sharding.layout.variables import of_class
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.units.modules import is_unit, unit_class
 from jshard.system.errors import UserError
-from jshard.unit.modules import is_unit, unit_class
 
 # Names of the parameters: of A and B, and DoRA's magnitudes.
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_m"

@@ -18,8 +18,8 @@ from jshard.nn import adapted
 from jshard.nn.dropout import Dropout
 from jshard.sharding.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
 from jshard.sharding.layout.variables import replace
+from jshard.sharding.units.modules import Stack, is_unit
 from jshard.system.errors import UserError, some_of
-from jshard.unit.modules import Stack, is_unit
 
 # Uniform in +-1/sqrt(inputs), as in PEFT: He et al. 2015, arXiv:1502.01852, for leaky
 # rectifiers of slope sqrt(5).

@@ -24,14 +24,15 @@ from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS as LAYERS_SCOPE
+from jshard.sharding.units import prefetch as pipeline
+from jshard.sharding.units import stack
+from jshard.sharding.units.dataflow import dependencies
+from jshard.sharding.units.layers import Segment, put_layer, with_consts
+from jshard.sharding.units.linearize import Inputs, Traced, select, trace_layer
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.compat.programs.primitives import placeholder
 from jshard.system.errors import UserError
-from jshard.unit import pipeline, stack
-from jshard.unit.dataflow import dependencies
-from jshard.unit.layers import Segment, put_layer, with_consts
-from jshard.unit.linearize import Inputs, Traced, select, trace_layer
 
 NO_YS = (None, [], ())  # of a layer: aux, changes, and what is static of these
 

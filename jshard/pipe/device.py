@@ -25,9 +25,9 @@ from jshard.sharding.settings.loss import Mean
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
+from jshard.sharding.units.layers import layer_of, put_layer
+from jshard.sharding.units.linearize import Inputs, differentiable, merge, select
 from jshard.system.compat.jaxprs import without_dead_code
-from jshard.unit.layers import layer_of, put_layer
-from jshard.unit.linearize import Inputs, differentiable, merge, select
 
 
 class Held(NamedTuple):

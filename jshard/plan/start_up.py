@@ -32,10 +32,10 @@ from jshard.sharding.settings.scopes import (
     TENSOR_PARALLEL,
 )
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.units.model import make_units
 from jshard.system.compat.jaxprs import axes_of, groups_of, scopes_of
 from jshard.system.errors import some_of
 from jshard.system.formatting import format_bytes
-from jshard.unit.model import make_units
 
 _KINDS = {
     "all_gather": "all-gather",

@@ -16,10 +16,10 @@ from jshard.sharding.layout.padding import exact_types, padding_now
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.mesh import shards_of
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.units.modules import own_paths
 from jshard.sharding.update.per_layer import PerLayerState
 from jshard.system.errors import some_of
 from jshard.system.formatting import format_bytes
-from jshard.unit.modules import own_paths
 
 
 def parameters(state: TrainState) -> str:

@@ -154,13 +154,15 @@ def python_files():
     return sorted(names - {"jshard/sharding/float8/__init__.py"})
 
 
-@pytest.mark.parametrize("file", ["jshard/unit/stack.py", "models/gpt.py", "README.md"])
+@pytest.mark.parametrize(
+    "file", ["jshard/sharding/units/stack.py", "models/gpt.py", "README.md"]
+)
 def test_a_change_touches_the_tests_that_the_table_names(file):
     found = rings.tests_of(file)
     expected = {
-        "jshard/unit/stack.py": {
-            "tests/unit", "tests/test_parity.py", "tests/unit/test_schedules.py",
-            "tests/sharding/collectives/test_collectives.py", "tests/unit/test_closed_form.py",
+        "jshard/sharding/units/stack.py": {
+            "tests/sharding/units", "tests/test_parity.py", "tests/sharding/units/test_schedules.py",
+            "tests/sharding/collectives/test_collectives.py", "tests/sharding/units/test_closed_form.py",
         },
         "models/gpt.py": {"tests/recipes/"},
         "README.md": {"tests/docs/"},
@@ -177,7 +179,9 @@ def test_every_file_has_tests_that_are_there():
 
 
 def test_a_changed_test_is_its_own():
-    assert rings.tests_of("tests/unit/test_units.py") == ["tests/unit/test_units.py"]
+    assert rings.tests_of("tests/sharding/units/test_units.py") == [
+        "tests/sharding/units/test_units.py"
+    ]
     assert rings.tests_of("tests/test_gone.py") == []
     assert rings.tests_of("tests/conftest.py") == []
 

@@ -39,7 +39,7 @@ MOST_FLOORS = 10
 LONGEST_FILE = 350
 MOST_FILES_IN_A_FOLDER = 12
 # What DESIGN and every reader calls them.
-NAMED_AS_THEIR_FOLDER = {"fsdp/fsdp.py", "unit/unit.py"}
+NAMED_AS_THEIR_FOLDER = {"fsdp/fsdp.py", "sharding/units/unit.py"}
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,18 @@ def test_the_picture_is_what_the_script_draws_now(found):
     [
         ("sharding/settings/state.py", "import jshard.training", "jshard.training", "training"),
         ("fsdp/fsdp.py", "import jshard.plan", "jshard.plan", "plan"),
-        ("sharding/settings/policy.py", "from jshard.unit import unit", "jshard.unit.unit", "unit"),
+        ("sharding/settings/policy.py", "from jshard.sharding.units import unit", "jshard.sharding.units.unit", "unit"),
         ("sharding/update/ema.py", "from jshard.nn import loss", "jshard.sharding.settings.loss", "nn"),
         ("sharding/cpu/order.py", "def f():\n    from jshard import Mean", "jshard", "surface"),
     ],
 )  # fmt: skip
 def test_an_import_that_goes_up_is_named(tmp_path, file, line, module, of):
-    names = ("__init__.py", "plan/__init__.py", "training/__init__.py", "unit/unit.py")
+    names = (
+        "__init__.py",
+        "plan/__init__.py",
+        "training/__init__.py",
+        "sharding/units/unit.py",
+    )
     for name in (*names, "sharding/settings/loss.py", file):
         (tmp_path / "jshard" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "jshard" / name).write_text("")

@@ -17,10 +17,10 @@ from jshard.fsdp.program.example_keys import (
 )
 from jshard.sharding.settings.mesh import manual_axes, shared_axes
 from jshard.sharding.settings.scopes import TENSOR_PARALLEL
+from jshard.sharding.units.dataflow import dependencies
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError
-from jshard.unit.dataflow import dependencies
 
 _DRAWS = ("random_bits", "random_gamma")
 

@@ -6,9 +6,9 @@ from typing import NoReturn
 from flax.errors import TraceContextError
 
 from jshard.sharding.settings.mesh import manual_axes
+from jshard.sharding.units.linearize import refuse_forward_mode
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError
-from jshard.unit.linearize import refuse_forward_mode
 
 RAISED = (NotImplementedError, TypeError, NameError, ValueError, TraceContextError)
 _AXIS = re.compile(r"unbound axis name: (\w+)")

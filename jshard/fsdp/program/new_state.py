@@ -15,8 +15,8 @@ from jshard.sharding.layout.four_bit.base import in_four_bits
 from jshard.sharding.layout.state_layout import Layout, padded
 from jshard.sharding.layout.values.initial_values import mark_stacked, prepare
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.units.model import layer_paths, make_units
 from jshard.sharding.update.end_of_step import first_fields
-from jshard.unit.model import layer_paths, make_units
 
 if TYPE_CHECKING:
     from jshard.fsdp.fsdp import FSDP

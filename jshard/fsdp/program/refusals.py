@@ -15,10 +15,10 @@ from jshard.sharding.settings.loss import Mean
 from jshard.sharding.settings.mesh import manual_axes
 from jshard.sharding.settings.policy import INPUTS, Names, Offload, Policy
 from jshard.sharding.settings.state import ModelArrays
+from jshard.sharding.units.dataflow import dependencies, union
 from jshard.system.compat import jaxprs
 from jshard.system.compat.jaxprs import axes_of, open_inner
 from jshard.system.errors import UserError
-from jshard.unit.dataflow import dependencies, union
 
 
 def check_names(jaxpr: core.Jaxpr, policy: Policy) -> None:

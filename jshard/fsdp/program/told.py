@@ -11,10 +11,10 @@ from jax.extend import core
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import ALL_GATHER
+from jshard.sharding.units.dataflow import dependencies, union
+from jshard.sharding.units.outside.shards import READ
 from jshard.system.compat import jaxprs
 from jshard.system.errors import some_of
-from jshard.unit.dataflow import dependencies, union
-from jshard.unit.shards import READ
 
 # Primitives that give a parameter its place, shape or dtype, and no other value.
 _KEEPS = {

@@ -21,6 +21,9 @@ from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import manual_axes, sequence_axes
 from jshard.sharding.settings.scopes import BESIDE_TOKENS
 from jshard.sharding.settings.state import ModelArrays
+from jshard.sharding.units.dataflow import dependencies, loop, through, union
+from jshard.sharding.units.linearize import refuse_forward_mode
+from jshard.sharding.units.outside.shards import noting_reads
 from jshard.system.compat import jaxprs
 from jshard.system.compat.jaxprs import (
     axes_of,
@@ -32,9 +35,6 @@ from jshard.system.compat.jaxprs import (
 )
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError
-from jshard.unit.dataflow import dependencies, loop, through, union
-from jshard.unit.linearize import refuse_forward_mode
-from jshard.unit.shards import noting_reads
 
 
 @contextlib.contextmanager

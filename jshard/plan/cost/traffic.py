@@ -26,7 +26,7 @@ from jshard.sharding.settings.mesh import REPLICA, names_of, shard_axes, stages_
 from jshard.sharding.settings.policy import Policy, UnitPolicy
 from jshard.sharding.settings.precision import PRODUCTS, is_float, is_quantized
 from jshard.sharding.settings.state import TrainState
-from jshard.unit.layers import spans
+from jshard.sharding.units.layers import spans
 
 NETWORK, SHARED = "network", "shared memory"
 

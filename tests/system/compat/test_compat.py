@@ -373,4 +373,4 @@ def test_the_class_of_an_object_changes_in_one_place():
         for path in PACKAGE.rglob("*.py")
         if "__class__" in (text := path.read_text())
     }
-    assert found == {"unit/modules.py": 1}
+    assert found == {"sharding/units/modules.py": 1}

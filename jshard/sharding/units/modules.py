@@ -32,11 +32,8 @@ from jshard.sharding.layout.variables import (
     variables,
 )
 from jshard.sharding.settings.policy import UnitPolicy
-from jshard.system.compat.flax_modules import Derived, derived
-from jshard.system.compat.jaxprs import Static
-from jshard.system.errors import UserError
-from jshard.unit import calls
-from jshard.unit.shards import (
+from jshard.sharding.units import calls
+from jshard.sharding.units.outside.shards import (
     as_full,
     combine,
     is_shard,
@@ -44,8 +41,11 @@ from jshard.unit.shards import (
     partition,
     shard_of,
 )
-from jshard.unit.stack import check_carry, make_scan, split_aux
-from jshard.unit.unit import run_unit
+from jshard.sharding.units.stack import check_carry, make_scan, split_aux
+from jshard.sharding.units.unit import run_unit
+from jshard.system.compat.flax_modules import Derived, derived
+from jshard.system.compat.jaxprs import Static
+from jshard.system.errors import UserError
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -10,8 +10,8 @@ from jax import lax
 
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
-from jshard.unit.linearize import Inputs, Layer
-from jshard.unit.unit import barrier, drop
+from jshard.sharding.units.linearize import Inputs, Layer
+from jshard.sharding.units.unit import barrier, drop
 
 # Layers start to stop - 1: a layer in their loop, one outside of it, and whether they
 # follow each other without a loop.

@@ -28,10 +28,10 @@ from jshard.sharding.settings.policy import (
     UnitPolicy,
 )
 from jshard.sharding.settings.precision import is_float
+from jshard.sharding.units.dataflow import dependencies
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError
-from jshard.unit.dataflow import dependencies
 
 
 class Inputs(NamedTuple):

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.usefixtures("x64"),
     pytest.mark.filterwarnings("ignore:.*of the parameters are in no Stack or Unit"),
 ]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "teacher.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "teacher.py"
 TX = optax.sgd(0.1)
 
 

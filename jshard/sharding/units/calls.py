@@ -24,10 +24,10 @@ from jshard.sharding.layout.variables import (
     set_attribute,
     tracers_behind,
 )
+from jshard.sharding.units.outside.shards import combine_all, is_shard
 from jshard.system.compat.flax_modules import is_pytree
 from jshard.system.compat.jaxprs import Static
 from jshard.system.errors import UserError
-from jshard.unit.shards import combine_all, is_shard
 
 # (path of a module, name of an attribute) -> its new value
 Changes = dict[tuple[tuple[str, ...], str], Any]

@@ -24,9 +24,9 @@ from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import on_gpus
 from jshard.sharding.settings.policy import Offload, UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS
-from jshard.system.errors import UserError
-from jshard.unit import layers, pipeline
-from jshard.unit.linearize import (
+from jshard.sharding.units import layers
+from jshard.sharding.units import prefetch as pipeline
+from jshard.sharding.units.linearize import (
     Inputs,
     Layer,
     Traced,
@@ -34,7 +34,8 @@ from jshard.unit.linearize import (
     select,
     trace_layer,
 )
-from jshard.unit.unit import barrier, gather_again, reduce, scatter
+from jshard.sharding.units.unit import barrier, gather_again, reduce, scatter
+from jshard.system.errors import UserError
 
 
 def make_scan(

@@ -13,10 +13,10 @@ from jax.extend import core
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import TENSOR
 from jshard.sharding.settings.precision import is_float
+from jshard.sharding.units.dataflow import dependencies, through, union
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError
-from jshard.unit.dataflow import dependencies, through, union
 
 # Kinds of arrays: computed without split weights; a split weight; a device's features
 # or random numbers; sums over these. Zeros, and integers that all have alike, are 0.

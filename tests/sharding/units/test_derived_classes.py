@@ -8,8 +8,8 @@ from flax import nnx
 
 import jshard
 from filled import filled
+from jshard.sharding.units.model import make_parallel
 from jshard.system.compat.flax_modules import is_pytree
-from jshard.unit.model import make_parallel
 from zoo_layers import WIDTH, Dense
 
 MADE: list[str] = []

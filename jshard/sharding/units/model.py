@@ -21,9 +21,7 @@ from jshard.sharding.layout.variables import of_class, replace, variables
 from jshard.sharding.settings.mesh import AXES, manual_axes, names_of
 from jshard.sharding.settings.policy import Policy, Reshard, UnitPolicy
 from jshard.sharding.settings.precision import own_dtype, set_compute_dtype
-from jshard.system.compat.flax_modules import Derived, derived
-from jshard.system.errors import UserError
-from jshard.unit.modules import (
+from jshard.sharding.units.modules import (
     Stack,
     Unit,
     become,
@@ -32,7 +30,9 @@ from jshard.unit.modules import (
     own_paths,
     unit_class,
 )
-from jshard.unit.shards import as_full, as_shard, shard_of
+from jshard.sharding.units.outside.shards import as_full, as_shard, shard_of
+from jshard.system.compat.flax_modules import Derived, derived
+from jshard.system.errors import UserError
 
 # As Units of their own these are heads and embeddings, without float8 products.
 _SINGLE = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Embed)

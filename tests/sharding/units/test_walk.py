@@ -18,7 +18,7 @@ from jshard.sharding.collectives import reduce as reduces
 from jshard.system.compat import jaxprs
 
 ROOT = Path(jshard.__file__).parent
-PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 
 class Model(nnx.Module):

@@ -19,10 +19,10 @@ from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import REPLICA
 from jshard.sharding.settings.scopes import LAYERS
+from jshard.sharding.units import layers
+from jshard.sharding.units.linearize import Inputs, select
+from jshard.sharding.units.unit import barrier, gather_again, reduce, scatter
 from jshard.system.compat.xla_options import GATHERS_LATE
-from jshard.unit import layers
-from jshard.unit.linearize import Inputs, select
-from jshard.unit.unit import barrier, gather_again, reduce, scatter
 
 
 @jax.named_scope(LAYERS)

@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
-from jshard.unit import layers
-from jshard.unit.linearize import Inputs, Layer, trace_layer
-from jshard.unit.stack import segments_of
+from jshard.sharding.units import layers
+from jshard.sharding.units.linearize import Inputs, Layer, trace_layer
+from jshard.sharding.units.stack import segments_of
 
 LENGTH, EXAMPLES, WIDTH, HIDDEN = 5, 3, 4, 7
 PLACES = [Placement(None), Placement(None)]

@@ -30,7 +30,7 @@ from jshard.sharding.collectives.reduce import all_reduce_in_unit
 from jshard.sharding.collectives.reduce import scatter as scatter_leaf
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
-from jshard.unit.linearize import (
+from jshard.sharding.units.linearize import (
     Inputs,
     Layer,
     differentiable,

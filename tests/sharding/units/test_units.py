@@ -12,8 +12,8 @@ from flax import nnx
 
 import jshard
 import zoo
-from jshard.unit.model import make_sharded
-from jshard.unit.modules import is_unit
+from jshard.sharding.units.model import make_sharded
+from jshard.sharding.units.modules import is_unit
 from parity import every_pair
 from runs import call, check_close, check_run, plain_run, run
 from zoo_layers import WIDTH, Dense, Residual, make_stack

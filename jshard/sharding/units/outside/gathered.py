@@ -7,10 +7,10 @@ from flax import nnx
 
 from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
+from jshard.sharding.units.linearize import select
+from jshard.sharding.units.modules import Stack, Unit, open_unit, prepare_layers
+from jshard.sharding.units.unit import barrier, reduce, scatter
 from jshard.system.errors import UserError
-from jshard.unit.linearize import select
-from jshard.unit.modules import Stack, Unit, open_unit, prepare_layers
-from jshard.unit.unit import barrier, reduce, scatter
 
 M = TypeVar("M", bound=nnx.Module)
 X = TypeVar("X")
