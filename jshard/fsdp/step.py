@@ -23,9 +23,6 @@ from jshard.fsdp.program.told import say_what_is_written, tell_of_reads, written
 from jshard.fsdp.program.traced import differing, once_checked, tracing
 from jshard.nn.count import add_up
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
-from jshard.pipe.moves import from_stages, to_stages
-from jshard.pipe.run import pipelined
-from jshard.pipe.stages import divide
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.collectives.microbatch import microbatch
 from jshard.sharding.collectives.reduce import all_reduce, scatter
@@ -34,6 +31,9 @@ from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.variables import variables
+from jshard.sharding.pipeline.moves import from_stages, to_stages
+from jshard.sharding.pipeline.pipelined_step import pipelined
+from jshard.sharding.pipeline.stages import divide
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
 from jshard.sharding.settings.mesh import (

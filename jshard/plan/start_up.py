@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jshard.fsdp.fsdp import FSDP
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
-from jshard.pipe.schedule import bubble
-from jshard.pipe.stages import divide
 from jshard.plan.state_note import parameters, placed
 from jshard.sharding.layout.batch import abstract_batch
 from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.pipeline.schedule import bubble
+from jshard.sharding.pipeline.stages import divide
 from jshard.sharding.settings.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
 from jshard.sharding.settings.mesh import axes_of as mesh_axes
 from jshard.sharding.settings.scopes import (

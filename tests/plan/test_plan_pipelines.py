@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from jshard.pipe.schedule import bubble
 from jshard.plan import has_plugin, topology
+from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.settings.mesh import make_mesh
 
 pytestmark = [

@@ -9,7 +9,6 @@ import pytest
 
 import jshard
 from jshard.fit.hardware import FITTED, GPUS
-from jshard.pipe.schedule import bubble, one_forward_one_backward
 from jshard.plan import hlo
 from jshard.plan.cost.nccl import SIMPLE
 from jshard.plan.cost.streams import COLLECTIVES
@@ -18,6 +17,7 @@ from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import count
 from jshard.plan.hlo.program_text import BACKWARD, FORWARD, direction
 from jshard.plan.output import schedule_picture
+from jshard.sharding.pipeline.schedule import bubble, one_forward_one_backward
 from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 
 H100 = GPUS["h100"]

@@ -9,8 +9,8 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.pipe import call as pipe
 from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.pipeline import call as pipe
 from jshard.sharding.settings.loss import Mean
 from jshard.sharding.settings.mesh import manual_axes
 from jshard.sharding.settings.policy import INPUTS, Names, Offload, Policy

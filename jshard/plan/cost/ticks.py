@@ -13,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.pipe.schedule import (
+from jshard.plan.hlo import Instruction, Module
+from jshard.sharding.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     IDLE,
     Schedule,
     one_forward_one_backward,
 )
-from jshard.plan.hlo import Instruction, Module
 from jshard.sharding.settings.mesh import REPLICA, stages_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE

@@ -10,7 +10,7 @@ from typing import Any
 from jshard.config.run_config import Config, flatten
 from jshard.config.shared_keys import FIT
 from jshard.fit.hardware import GPU
-from jshard.pipe.schedule import bubble
+from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.settings.policy import POLICIES
 from jshard.system.errors import UserError
 from jshard.system.formatting import did_you_mean

@@ -15,11 +15,11 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.fit.hardware import GPU, overlapped
-from jshard.pipe.schedule import bubble
 from jshard.plan.program import Program
 from jshard.plan.start_up import equations, product_flops
 from jshard.sharding.layout.capacity import shard_bytes, state_bytes
 from jshard.sharding.layout.specs import is_sharded, layer_dims
+from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.settings.mesh import EXPERT, TENSOR, names_of, shards_of, stages_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import PRODUCTS, Precision

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard.pipe.stages import Stages
 from jshard.sharding.axes.tensor import tensor_parallel
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.float8.products import fits, take_float8
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.variables import of_class, replace, variables
+from jshard.sharding.pipeline.stages import Stages
 from jshard.sharding.settings.mesh import AXES, manual_axes, names_of
 from jshard.sharding.settings.policy import Policy, Reshard, UnitPolicy
 from jshard.sharding.settings.precision import own_dtype, set_compute_dtype

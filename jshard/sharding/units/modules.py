@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.pipe.call import leave_open
-from jshard.pipe.stages import Stages
 from jshard.sharding.collectives.embedding import is_cheaper, look_up
 from jshard.sharding.float8.products import Float8
 from jshard.sharding.float8.weights import in_float8
@@ -31,6 +29,8 @@ from jshard.sharding.layout.variables import (
     reachable,
     variables,
 )
+from jshard.sharding.pipeline.call import leave_open
+from jshard.sharding.pipeline.stages import Stages
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units import calls
 from jshard.sharding.units.outside.shards import (

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.pipe.stages import Stages
 from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.pipeline.stages import Stages
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.scopes import STAGES
 from jshard.sharding.settings.state import ModelArrays

@@ -10,9 +10,9 @@ from flax import nnx
 
 import jshard
 import parity
-from jshard.pipe.schedule import one_forward_one_backward
 from jshard.plan.start_up import traffic
 from jshard.sharding.layout.batch import abstract_batch
+from jshard.sharding.pipeline.schedule import one_forward_one_backward
 from jshard.system.compat.jaxprs import has, nested
 from pipelines import Layers, mean, mesh_of, policy_of
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from jshard.pipe.schedule import parts_of
-from jshard.pipe.stages import Stages
 from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
+from jshard.sharding.pipeline.schedule import parts_of
+from jshard.sharding.pipeline.stages import Stages
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS as LAYERS_SCOPE

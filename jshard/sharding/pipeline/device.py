@@ -19,8 +19,13 @@ from jax import lax
 
 from jshard.fsdp.accumulate import first_of
 from jshard.nn.maximum import Max, before_all, combined
-from jshard.pipe.call import Split
-from jshard.pipe.schedule import FORWARD, NONE, Schedule, one_forward_one_backward
+from jshard.sharding.pipeline.call import Split
+from jshard.sharding.pipeline.schedule import (
+    FORWARD,
+    NONE,
+    Schedule,
+    one_forward_one_backward,
+)
 from jshard.sharding.settings.loss import Mean
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.precision import is_float

@@ -12,8 +12,8 @@ from jshard.fsdp.accumulate import Micro
 from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.maximum import Max, combined
-from jshard.pipe.call import Split, split_program
-from jshard.pipe.device import Stage, pick
+from jshard.sharding.pipeline.call import Split, split_program
+from jshard.sharding.pipeline.device import Stage, pick
 from jshard.sharding.settings.loss import Loss, Mean, seeds
 from jshard.sharding.settings.mesh import PIPE, manual_axes
 from jshard.sharding.settings.state import ModelArrays

@@ -3,8 +3,8 @@
 import warnings
 from typing import Any
 
-from jshard.pipe.schedule import bubble, check_micro_batches
-from jshard.pipe.stages import divide
+from jshard.sharding.pipeline.schedule import bubble, check_micro_batches
+from jshard.sharding.pipeline.stages import divide
 from jshard.sharding.settings.mesh import stages_of
 from jshard.sharding.settings.policy import Offload, Policy
 from jshard.sharding.settings.precision import is_quantized

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jshard.pipe.schedule import (
+from jshard.sharding.pipeline.schedule import (
     BACKWARD,
     FORWARD,
     IDLE,
@@ -14,7 +14,7 @@ from jshard.pipe.schedule import (
     check_micro_batches,
     one_forward_one_backward,
 )
-from jshard.pipe.stages import Stages
+from jshard.sharding.pipeline.stages import Stages
 from jshard.system.errors import UserError
 
 DEVICES = (1, 2, 3, 4, 8)
