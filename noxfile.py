@@ -199,8 +199,8 @@ def jax_newest(session: nox.Session) -> None:
     python = newer(session, ".[test]", "--upgrade", "jax", "jaxlib")
     # Not the command line, data, reports and processes again.
     files = """tests/sharding/collectives tests/sharding/cpu tests/sharding/units tests/sharding/update tests/nn tests/sharding/layout
-        tests/sharding/axes tests/system/compat tests/test_parity.py tests/fsdp/test_wrt.py
-        tests/fsdp/test_existing_model.py tests/sharding/settings/test_mesh.py
+        tests/sharding/axes tests/system/compat tests/test_parity.py tests/sharding/step/test_wrt.py
+        tests/sharding/step/test_existing_model.py tests/sharding/settings/test_mesh.py
         tests/sharding/settings/test_precision.py tests/checkpoint/test_checkpoint.py
         tests/checkpoint/test_restore_memory.py"""
     pytest(session, python, f"{part(8)} {files}", env=KEPT)

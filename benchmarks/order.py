@@ -70,7 +70,7 @@ def main() -> None:
         (8, 256, "full"), (8, 256, "none"), (2, 512, "full"), (8, 512, "dots"),
     ):  # fmt: skip
         ordered, made = make_step(width, devices, remat)
-        with mock.patch("jshard.fsdp.fsdp.in_order", lambda fn: fn):
+        with mock.patch("jshard.sharding.step.fsdp.in_order", lambda fn: fn):
             free, made_free = make_step(width, devices, remat)
         times: dict[Callable, list[float]] = {ordered: [], free: []}
         for _ in range(options.repeats):

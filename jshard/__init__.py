@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from jshard import optim as optim
     from jshard import training as training
     from jshard.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from jshard.fsdp.fsdp import FSDP as FSDP
     from jshard.generation.generator import generate as generate
     from jshard.hub.parameters import restore_orbax as restore_orbax
     from jshard.nn.dropout import Dropout as Dropout
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from jshard.sharding.settings.policy import Policy as Policy
     from jshard.sharding.settings.precision import Precision as Precision
     from jshard.sharding.settings.state import TrainState as TrainState
+    from jshard.sharding.step.fsdp import FSDP as FSDP
     from jshard.sharding.units.modules import Stack as Stack
     from jshard.sharding.units.modules import Unit as Unit
     from jshard.sharding.units.outside.gathered import gathered as gathered

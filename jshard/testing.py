@@ -10,13 +10,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jshard.fsdp.fsdp import FSDP
-from jshard.fsdp.program.draws import with_rngs
-from jshard.fsdp.step import decide_for_training
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.loss import as_loss
 from jshard.sharding.settings.mesh import make_mesh
 from jshard.sharding.settings.policy import Policy
+from jshard.sharding.step.fsdp import FSDP
+from jshard.sharding.step.program.draws import with_rngs
+from jshard.sharding.step.step import decide_for_training
 
 # The gradient of a parameter may be nothing but rounding (a bias before a norm's mean):
 # it is measured against this part of the largest gradient at least.

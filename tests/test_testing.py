@@ -11,9 +11,9 @@ from flax import nnx
 from jax import lax
 
 import jshard
-from jshard.fsdp import step
 from jshard.sharding.settings import loss
 from jshard.sharding.settings.mesh import TENSOR, sequence_axes
+from jshard.sharding.step import step
 from jshard.testing import check_step
 
 

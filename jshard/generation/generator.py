@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.fsdp.fsdp import FSDP
 from jshard.generation import decoding
 from jshard.generation.decoding import NOTHING, Rows
 from jshard.generation.prompts import (
@@ -23,6 +22,7 @@ from jshard.generation.weight_placement import Placement, replicated, sharded
 from jshard.sharding.layout.values import transfer
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step.fsdp import FSDP
 
 _PREFILL = 512  # tokens of each prompt whose scores exist at a time
 _ROUND = 64  # prompts of similar lengths run the same program

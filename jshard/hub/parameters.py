@@ -23,7 +23,6 @@ from jshard.checkpoint.orbax.matching import OrbaxMatch, match
 from jshard.checkpoint.restore import find_step
 from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps
 from jshard.checkpoint.stored_arrays import check, load_parameters, match_parameters
-from jshard.fsdp.fsdp import FSDP
 from jshard.hub.file_tensor import FileTensor
 from jshard.hub.safetensors_read import (
     check_safetensors,
@@ -32,6 +31,7 @@ from jshard.hub.safetensors_read import (
 )
 from jshard.hub.tied_heads import other_head
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step.fsdp import FSDP
 from jshard.sharding.update import counts
 from jshard.system.cli.paths import check_path
 from jshard.system.errors import UserError

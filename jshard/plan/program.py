@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from jshard.config.run_config import Config
 from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
-from jshard.fsdp.checks import check_precisions
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.definition import Recipe
@@ -21,6 +20,7 @@ from jshard.sharding.settings.mesh import (
     named_sizes,
 )
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step.checks import check_precisions
 from jshard.system.errors import UserError
 
 ATTACHED = "attached"

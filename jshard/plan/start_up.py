@@ -12,7 +12,6 @@ from flax import nnx
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jshard.fsdp.fsdp import FSDP
 from jshard.nn.attention import KERNELS
 from jshard.nn.dropout import plain_streams
 from jshard.plan.state_note import parameters, placed
@@ -32,6 +31,7 @@ from jshard.sharding.settings.scopes import (
     TENSOR_PARALLEL,
 )
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step.fsdp import FSDP
 from jshard.sharding.units.model import make_units
 from jshard.system.compat.jaxprs import axes_of, groups_of, scopes_of
 from jshard.system.errors import some_of

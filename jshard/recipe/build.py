@@ -15,13 +15,13 @@ from jshard.config.run_config import Config
 from jshard.config.shared_keys import FIT
 from jshard.data.dataset import first_example, make_training_data
 from jshard.data.examples import count_items
-from jshard.fsdp.fsdp import FSDP
 from jshard.recipe import contract
 from jshard.recipe.definition import Recipe
 from jshard.sharding.settings import mesh as meshes
 from jshard.sharding.settings.mesh import batch_spec
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import Step, TrainState
+from jshard.sharding.step.fsdp import FSDP
 from jshard.system.errors import UserError
 
 

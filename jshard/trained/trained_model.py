@@ -19,7 +19,6 @@ from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.fit.memory_choice import Candidate
-from jshard.fsdp.fsdp import FSDP
 from jshard.hub.huggingface_folder import (
     is_huggingface,
     is_somewhere,
@@ -40,6 +39,7 @@ from jshard.sharding.settings.mesh import make_mesh
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import Precision, own_dtype, set_compute_dtype
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step.fsdp import FSDP
 from jshard.system.errors import UserError
 from jshard.trained.huggingface_export import find_recipe_of
 

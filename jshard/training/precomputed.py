@@ -14,9 +14,9 @@ from jshard.data.batches import batches, complete, eval_batches
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
-from jshard.fsdp.fsdp import FSDP
 from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step.fsdp import FSDP
 from jshard.system.errors import UserError
 from jshard.system.files.atomic import replacing
 

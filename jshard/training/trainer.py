@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jshard.config.policy_keys import write_policy
 from jshard.config.run_config import Config
 from jshard.data.dataset import as_dataset, as_sets, make_training_data
-from jshard.fsdp.fsdp import FSDP as _FSDP
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.report.run_files import read_metrics
 from jshard.report.run_report import REPORT
@@ -34,6 +33,7 @@ from jshard.sharding.settings.mesh import (
 )
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step.fsdp import FSDP as _FSDP
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Members, Peers
 from jshard.training.callbacks.evaluation import prepare_evaluation

@@ -39,7 +39,7 @@ MOST_FLOORS = 10
 LONGEST_FILE = 350
 MOST_FILES_IN_A_FOLDER = 12
 # What DESIGN and every reader calls them.
-NAMED_AS_THEIR_FOLDER = {"fsdp/fsdp.py", "sharding/units/unit.py"}
+NAMED_AS_THEIR_FOLDER = {"sharding/step/fsdp.py", "sharding/units/unit.py"}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_the_picture_is_what_the_script_draws_now(found):
     ("file", "line", "module", "of"),
     [
         ("sharding/settings/state.py", "import jshard.training", "jshard.training", "training"),
-        ("fsdp/fsdp.py", "import jshard.plan", "jshard.plan", "plan"),
+        ("sharding/step/fsdp.py", "import jshard.plan", "jshard.plan", "plan"),
         ("sharding/settings/policy.py", "from jshard.sharding.units import unit", "jshard.sharding.units.unit", "unit"),
         ("sharding/update/ema.py", "from jshard.nn import loss", "jshard.sharding.settings.loss", "nn"),
         ("sharding/cpu/order.py", "def f():\n    from jshard import Mean", "jshard", "surface"),

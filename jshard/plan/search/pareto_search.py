@@ -19,7 +19,6 @@ from typing import Any
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config
 from jshard.fit.hardware import GPU, find_constants
-from jshard.fsdp.program.refusals import names_in
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
@@ -48,6 +47,7 @@ from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.sharding.settings import mesh as meshes
+from jshard.sharding.step.program.refusals import names_in
 from jshard.system.cli.paths import cache_folder
 from jshard.system.errors import UserError
 

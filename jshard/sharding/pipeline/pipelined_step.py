@@ -8,7 +8,6 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.fsdp.accumulate import Micro
 from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.maximum import Max, combined
@@ -17,6 +16,7 @@ from jshard.sharding.pipeline.device import Stage, pick
 from jshard.sharding.settings.loss import Loss, Mean, seeds
 from jshard.sharding.settings.mesh import PIPE, manual_axes
 from jshard.sharding.settings.state import ModelArrays
+from jshard.sharding.step.accumulate import Micro
 from jshard.system.compat.jaxprs import without_dead_code
 from jshard.system.errors import UserError
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.fsdp import checks
 from jshard.plan.start_up import describe, traffic
 from jshard.sharding.collectives.quantized import exponents, power_of_two, to_float8
 from jshard.sharding.float8 import blocks, formats
+from jshard.sharding.step import checks
 from multiplied import (
     HIDDEN,
     LAYERS,

@@ -15,8 +15,8 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.fsdp.checks import check_precisions
 from jshard.plan.start_up import describe, traffic
+from jshard.sharding.step.checks import check_precisions
 
 LAYERS, EXAMPLES, TIME, WIDTH, HIDDEN = 2, 32, 4, 128, 256
 FLOAT8 = jshard.Precision(products="float8")

@@ -57,7 +57,7 @@ def frames(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[list
     return [walk[start:] for walk, start in zip(walks, starts, strict=False)]
 
 
-START = "fsdp/step.py: train_step"
+START = "sharding/step/step.py: train_step"
 
 
 WALKS = {

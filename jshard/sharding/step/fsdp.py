@@ -11,9 +11,6 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.fsdp import checks, given, step
-from jshard.fsdp.program import new_state
-from jshard.fsdp.program.together import Together
 from jshard.sharding.cpu.order import in_order
 from jshard.sharding.cpu.pacing import pace
 from jshard.sharding.layout.batch import check_fields, split_batch
@@ -30,6 +27,9 @@ from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import check_mesh, platform, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import ModelArrays, Step, TrainState, check_kept
+from jshard.sharding.step import checks, given, step
+from jshard.sharding.step.program import new_state
+from jshard.sharding.step.program.together import Together
 from jshard.sharding.units.model import of_one_device
 from jshard.sharding.update import nnx_optimizer
 from jshard.sharding.update.end_of_step import first_fields
@@ -228,7 +228,7 @@ class FSDP:
         return self._jit(step.predict_step, fn, 0, donate_argnums=donated)
 
     def _jit(self, fn: Any, own: Any, seed: int, *args: Any, **options: Any) -> Step:
-        """Jits a function of ``jshard.fsdp.step``, for a state and a batch."""
+        """Jits a function of ``jshard.sharding.step.step``, for a state and a batch."""
         args = self._layout, self._build, own, int(given.checked_seed(seed)), *args
         run: Any = functools.partial(fn, *args)
         run.__name__ = fn.__name__  # that of the program

@@ -10,13 +10,13 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.fsdp.program.example_keys import (
+from jshard.sharding.settings.mesh import manual_axes, shared_axes
+from jshard.sharding.settings.scopes import TENSOR_PARALLEL
+from jshard.sharding.step.program.example_keys import (
     THREEFRY,
     is_of_examples,
     key_of_examples,
 )
-from jshard.sharding.settings.mesh import manual_axes, shared_axes
-from jshard.sharding.settings.scopes import TENSOR_PARALLEL
 from jshard.sharding.units.dataflow import dependencies
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines

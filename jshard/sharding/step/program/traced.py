@@ -11,9 +11,6 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.fsdp.program import mistakes
-from jshard.fsdp.program.draws import check_draws
-from jshard.fsdp.program.refusals import check_keys, check_names, check_shards
 from jshard.nn.count import Count
 from jshard.nn.dropout import merge_state
 from jshard.sharding.layout.state_layout import Layout
@@ -21,6 +18,9 @@ from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import manual_axes, sequence_axes
 from jshard.sharding.settings.scopes import BESIDE_TOKENS
 from jshard.sharding.settings.state import ModelArrays
+from jshard.sharding.step.program import mistakes
+from jshard.sharding.step.program.draws import check_draws
+from jshard.sharding.step.program.refusals import check_keys, check_names, check_shards
 from jshard.sharding.units.dataflow import dependencies, loop, through, union
 from jshard.sharding.units.linearize import refuse_forward_mode
 from jshard.sharding.units.outside.shards import noting_reads

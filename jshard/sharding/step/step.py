@@ -16,11 +16,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jshard.fsdp.accumulate import accumulate, first_of, split
-from jshard.fsdp.program.draws import with_rngs
-from jshard.fsdp.program.refusals import check_means
-from jshard.fsdp.program.told import say_what_is_written, tell_of_reads, written
-from jshard.fsdp.program.traced import differing, once_checked, tracing
 from jshard.nn.count import add_up
 from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
 from jshard.sharding.collectives.gather import all_gather
@@ -45,6 +40,15 @@ from jshard.sharding.settings.mesh import (
 )
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.state import ModelArrays, TrainState
+from jshard.sharding.step.accumulate import accumulate, first_of, split
+from jshard.sharding.step.program.draws import with_rngs
+from jshard.sharding.step.program.refusals import check_means
+from jshard.sharding.step.program.told import (
+    say_what_is_written,
+    tell_of_reads,
+    written,
+)
+from jshard.sharding.step.program.traced import differing, once_checked, tracing
 from jshard.sharding.units.calls import own_containers
 from jshard.sharding.units.model import (
     gather_root,

@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.fsdp import checks, given
 from jshard.nn.adapted import start_magnitudes
 from jshard.sharding.layout.four_bit.base import in_four_bits
 from jshard.sharding.layout.state_layout import Layout, padded
 from jshard.sharding.layout.values.initial_values import mark_stacked, prepare
 from jshard.sharding.pipeline.requirements import check_pipeline
 from jshard.sharding.settings.state import TrainState
+from jshard.sharding.step import checks, given
 from jshard.sharding.units.model import layer_paths, make_units
 from jshard.sharding.update.end_of_step import first_fields
 
 if TYPE_CHECKING:
-    from jshard.fsdp.fsdp import FSDP
+    from jshard.sharding.step.fsdp import FSDP
 
 
 def creator(

@@ -14,10 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard.fsdp.program.refusals import names_in
-from jshard.fsdp.program.traced import differing
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.settings.state import ModelArrays
+from jshard.sharding.step.program.refusals import names_in
+from jshard.sharding.step.program.traced import differing
 from jshard.system.errors import UserError
 
 PAIRS = [[0, 1], [2, 3]]

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.fsdp.program.traced import Needs
 from jshard.nn.count import add_up, sum_of
 from jshard.nn.dropout import merge_state
 from jshard.nn.maximum import before_all
 from jshard.sharding.settings.loss import Means, seeds
 from jshard.sharding.settings.mesh import manual_axes
 from jshard.sharding.settings.state import ModelArrays
+from jshard.sharding.step.program.traced import Needs
 from jshard.system.compat.jaxprs import without_dead_code
 
 # (the arrays of a batch, and the index of each micro-batch): (micro-batches, ...) each
