@@ -186,7 +186,7 @@ def jax_0_11(session: nox.Session) -> None:
     python = newer(session, ".[test]", "jax==0.11.2")
     train_elsewhere(session, python, MADE / "programs-0.11")
     files = """tests/test_parity.py tests/sharding/units/test_functional.py tests/system/compat
-        tests/sharding/collectives/test_collectives.py tests/checkpoint/test_checkpoint.py"""
+        tests/sharding/collectives/test_collectives.py tests/storage/checkpoint/test_checkpoint.py"""
     pytest(session, python, f"-n 0 {part(8)} {files}", env=KEPT)
 
 
@@ -201,8 +201,8 @@ def jax_newest(session: nox.Session) -> None:
     files = """tests/sharding/collectives tests/sharding/cpu tests/sharding/units tests/sharding/update tests/nn tests/sharding/layout
         tests/sharding/axes tests/system/compat tests/test_parity.py tests/sharding/step/test_wrt.py
         tests/sharding/step/test_existing_model.py tests/sharding/settings/test_mesh.py
-        tests/sharding/settings/test_precision.py tests/checkpoint/test_checkpoint.py
-        tests/checkpoint/test_restore_memory.py"""
+        tests/sharding/settings/test_precision.py tests/storage/checkpoint/test_checkpoint.py
+        tests/storage/checkpoint/test_restore_memory.py"""
     pytest(session, python, f"{part(8)} {files}", env=KEPT)
 
 
@@ -272,7 +272,7 @@ def loggers(session: nox.Session) -> None:
 def buckets(session: nox.Session) -> None:
     """Checkpoints and runs in buckets, of servers on loopback."""
     python = environment(session, DEV, ".[dev,buckets-test]")
-    files = "tests/checkpoint/test_buckets.py tests/checkpoint/test_bucket_files.py"
+    files = "tests/storage/checkpoint/test_buckets.py tests/storage/checkpoint/test_bucket_files.py"
     pytest(session, python, f"-n 0 -m '' {files}")
     if is_turn(1, 2):
         pytest(session, python, f"-n 0 -m slow {part(5)} tests/run/test_bucket_runs.py")

@@ -85,7 +85,7 @@ def relay(port: int, server: int, rate: float) -> None:
 
 def get(url: str, endpoint: str) -> int:
     """Reads all objects below a URL by plain GETs, and keeps them; returns bytes."""
-    from jshard.checkpoint.buckets.objects import Objects
+    from jshard.storage.checkpoint.buckets.objects import Objects
 
     s3: Any = boto3.client("s3", "us-east-1", endpoint_url=endpoint)
     place = urllib.parse.urlsplit(endpoint).netloc
@@ -133,7 +133,7 @@ def get(url: str, endpoint: str) -> int:
 def operate(options: argparse.Namespace) -> None:
     """Prints what one operation took, in a process that does nothing else."""
     from checkpoints import Setup, kilobytes
-    from jshard.checkpoint.checkpointer import Checkpointer
+    from jshard.storage.checkpoint.checkpointer import Checkpointer
 
     small = {**vars(options), "layers": 1, "width": 64, "vocab": 64}
     tiny, setup = Setup(argparse.Namespace(**small)), Setup(options)

@@ -36,13 +36,13 @@ from flax.traverse_util import unflatten_dict  # noqa: E402
 from orbax.checkpoint import v1 as ocp  # noqa: E402
 
 import jshard  # noqa: E402
-from jshard.checkpoint import manifest, metadata  # noqa: E402
-from jshard.checkpoint.checkpointer import Checkpointer, Save  # noqa: E402
-from jshard.checkpoint.restore import find_damage, restore_state  # noqa: E402
-from jshard.checkpoint.stored_arrays import ARRAYS  # noqa: E402
 from jshard.export import export  # noqa: E402
-from jshard.hub.safetensors_read import load_safetensors  # noqa: E402
 from jshard.models.gpt import GPT, GPTConfig  # noqa: E402
+from jshard.storage.checkpoint import manifest, metadata  # noqa: E402
+from jshard.storage.checkpoint.checkpointer import Checkpointer, Save  # noqa: E402
+from jshard.storage.checkpoint.restore import find_damage, restore_state  # noqa: E402
+from jshard.storage.checkpoint.stored_arrays import ARRAYS  # noqa: E402
+from jshard.storage.hub.safetensors_read import load_safetensors  # noqa: E402
 
 OPTIMIZER = optax.adamw(1e-3)
 OPERATIONS = ("save", "restore", "export", "import")  # whose memory is measured

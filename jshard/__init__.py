@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from jshard import nn as nn
     from jshard import optim as optim
     from jshard import training as training
-    from jshard.checkpoint.checkpointer import Checkpointer as Checkpointer
     from jshard.generation.generator import generate as generate
-    from jshard.hub.parameters import restore_orbax as restore_orbax
     from jshard.nn.dropout import Dropout as Dropout
     from jshard.sharding.collectives.reduce import pmean as pmean
     from jshard.sharding.settings.loss import Loss as Loss
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from jshard.sharding.units.modules import Stack as Stack
     from jshard.sharding.units.modules import Unit as Unit
     from jshard.sharding.units.outside.gathered import gathered as gathered
+    from jshard.storage.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from jshard.storage.hub.parameters import restore_orbax as restore_orbax
     from jshard.system.compat.versions import __version__ as __version__
     from jshard.system.errors import UserError as UserError
     from jshard.training.trainer import Trainer as Trainer

@@ -13,14 +13,14 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.restore import find_step
-from jshard.checkpoint.selected.run_address import find_run
-from jshard.hub import exported_tensors as exported
-from jshard.hub import peft
-from jshard.hub.huggingface_folder import CONFIG
-from jshard.hub.online.outputs import names_at, upload
-from jshard.hub.safetensors_write import (
+from jshard.storage.checkpoint import frozen, metadata
+from jshard.storage.checkpoint.restore import find_step
+from jshard.storage.checkpoint.selected.run_address import find_run
+from jshard.storage.hub import exported_tensors as exported
+from jshard.storage.hub import peft
+from jshard.storage.hub.huggingface_folder import CONFIG
+from jshard.storage.hub.online.outputs import names_at, upload
+from jshard.storage.hub.safetensors_write import (
     INDEX,
     assign_files,
     write_index,

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint import manifest, metadata
-from jshard.checkpoint.buckets.arrays import address, shown, verify_values
-from jshard.checkpoint.metadata import itemsize
-from jshard.checkpoint.restore import checkpoints_folder, find_damage, is_step
-from jshard.checkpoint.selected.best_step import Best, best_of
-from jshard.checkpoint.selected.run_address import find_run
-from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import flatten
+from jshard.storage.checkpoint import manifest, metadata
+from jshard.storage.checkpoint.buckets.arrays import address, shown, verify_values
+from jshard.storage.checkpoint.metadata import itemsize
+from jshard.storage.checkpoint.restore import checkpoints_folder, find_damage, is_step
+from jshard.storage.checkpoint.selected.best_step import Best, best_of
+from jshard.storage.checkpoint.selected.run_address import find_run
+from jshard.storage.checkpoint.step_folders import find_steps, step_folder
 from jshard.system.cli.command import run_command
 from jshard.system.cli.machine.platform import use_cpu
 from jshard.system.cli.options import CHECKPOINT, STEP, Command, Option

@@ -7,7 +7,6 @@ that google-bert has published call the scales of norms gamma, and their biases 
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import (
     COUNT,
     NUMBER,
@@ -17,6 +16,7 @@ from jshard.models.huggingface_config import (
     write_sizes,
 )
 from jshard.models.tensor_places import linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 _NAMES = ("BertForMaskedLM", "BertForPreTraining")
 # What models/bert.py computes; config.json may say it in these ways, or not at all.

@@ -8,7 +8,6 @@ those that openai-community has published, lack the prefix "transformer.".
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import (
     COUNT,
     FLAG,
@@ -17,6 +16,7 @@ from jshard.models.huggingface_config import (
     write_sizes,
 )
 from jshard.models.tensor_places import linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 _NAME, _BASE = "GPT2LMHeadModel", "GPT2Model"
 _PREFIX = "transformer."

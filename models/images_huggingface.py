@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import (
     COUNT,
     OBJECT,
@@ -13,6 +12,7 @@ from jshard.models.huggingface_config import (
     write_sizes,
 )
 from jshard.models.tensor_places import convolution, linear, norm
+from jshard.storage.hub.file_tensor import FileTensor
 
 
 def read_keys(config: ConfigJson, sizes: Sizes) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jshard
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.llama_config import LlamaConfig
 from jshard.models.llama_config_json import ACTIVATIONS, read_config
 from jshard.models.llama_families import FAMILIES
 from jshard.models.rope_huggingface import write_rope
 from jshard.models.tensor_places import linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 __all__ = ["UNTIED", "read_config", "tensors", "write_config"]
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jshard
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
 from jshard.models.images_huggingface import (
     block_names,
@@ -13,6 +12,7 @@ from jshard.models.images_huggingface import (
     write_keys,
 )
 from jshard.models.tensor_places import convolution
+from jshard.storage.hub.file_tensor import FileTensor
 
 _NAME = "RegNetForImageClassification"
 _SIZES = {

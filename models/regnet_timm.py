@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.images_huggingface import block_names, conv_norm
 from jshard.models.images_timm import find_name, read_sizes, write_json
 from jshard.models.tensor_places import convolution, linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 # Initial width, slope, multiplier, channels of a group, and blocks (arXiv:2003.13678,
 # section 3.3 and appendix B; those of pycls' baselines).

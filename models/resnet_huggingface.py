@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import COUNT, COUNTS, FLAG, ConfigJson, one_of
 from jshard.models.images_huggingface import read_keys, stage_tensors, write_keys
+from jshard.storage.hub.file_tensor import FileTensor
 
 _NAME = "ResNetForImageClassification"
 _SIZES = {

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.images_huggingface import block_names, conv_norm
 from jshard.models.images_timm import find_name, read_sizes, write_json
 from jshard.models.tensor_places import linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 _BASIC, _BOTTLENECK = (64, 128, 256, 512), (256, 512, 1024, 2048)
 _SHAPES = {

@@ -8,7 +8,6 @@ says all of that by ``tie_word_embeddings``. Both are read, and the latter is wr
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import (
     COUNT,
     FLAG,
@@ -20,6 +19,7 @@ from jshard.models.huggingface_config import (
     write_sizes,
 )
 from jshard.models.tensor_places import linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 _NAME = "T5ForConditionalGeneration"
 _ALSO = {"T5WithLMHeadModel": _NAME, "t5": _NAME}

@@ -1,6 +1,6 @@
 """Where the files of PyTorch's models keep the arrays of a layer."""
 
-from jshard.hub.file_tensor import FileTensor
+from jshard.storage.hub.file_tensor import FileTensor
 
 _NORM = {
     "scale": "weight",

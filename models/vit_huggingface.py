@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.huggingface_config import COUNT, FLAG, NUMBER, ConfigJson
 from jshard.models.images_huggingface import read_keys, write_keys
 from jshard.models.tensor_places import convolution, layer_norm, linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 _NAME = "ViTForImageClassification"
 _SIZES = {

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jshard
-from jshard.hub.file_tensor import FileTensor
 from jshard.models.images_timm import read_arguments, unknown_architecture, write_json
 from jshard.models.tensor_places import convolution, layer_norm, linear
+from jshard.storage.hub.file_tensor import FileTensor
 
 # Width, layers and heads.
 _SIZES = {

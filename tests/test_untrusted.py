@@ -25,13 +25,13 @@ from damaged_files import (
     tensors_reader,
 )
 from hostile_files import CONTENT_READERS, SLOW_READERS
-from jshard.checkpoint import manifest
-from jshard.checkpoint.local.copy_files import Label
 from jshard.data.text import token_writer
 from jshard.fit.hardware import find_constants
-from jshard.hub.safetensors_file import find_tensors
-from jshard.hub.safetensors_write import SINGLE
 from jshard.plan.search.result_cache import read_result
+from jshard.storage.checkpoint import manifest
+from jshard.storage.checkpoint.local.copy_files import Label
+from jshard.storage.hub.safetensors_file import find_tensors
+from jshard.storage.hub.safetensors_write import SINGLE
 from jshard.system.files.untrusted import path_inside, read_json
 from jshard.trained.generate_command import read_prompts
 

@@ -4,9 +4,9 @@ import pytest
 
 import jshard
 from damaged_files import json_text, manifest_reader, tensors_reader
-from jshard.checkpoint import manifest
-from jshard.hub.safetensors_file import find_tensors
-from jshard.hub.safetensors_write import INDEX, SINGLE
+from jshard.storage.checkpoint import manifest
+from jshard.storage.hub.safetensors_file import find_tensors
+from jshard.storage.hub.safetensors_write import INDEX, SINGLE
 from jshard.system.files.untrusted import path_inside
 
 OUTSIDE = ("../x", "a/../../x", "/etc/passwd", "", ".", "..", "a//x", "x\0", 3, None)

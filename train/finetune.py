@@ -16,9 +16,9 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.config.keys import Key
-from jshard.hub.adapters.targets import add_lora_arguments
 from jshard.models import llama_huggingface as huggingface  # read by jshard, too
 from jshard.recipes import gpt, llama
+from jshard.storage.hub.adapters.targets import add_lora_arguments
 
 loss_fn = llama.loss_fn
 

@@ -17,8 +17,8 @@ import optax
 
 import jshard
 import parity
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.storage.checkpoint.checkpointer import Checkpointer
 from kit.machine import ask_driver
 from kit.results import Recorder
 from kit.running import Part

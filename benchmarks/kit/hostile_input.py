@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from checkpoints import make_state
 from damaged_files import READERS, _adapted, read_or_refuse
 from hostile_files import MORE_READERS
-from jshard.checkpoint import metadata
-from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.restore import find_damage, restore_state
+from jshard.storage.checkpoint import metadata
+from jshard.storage.checkpoint.checkpointer import Checkpointer
+from jshard.storage.checkpoint.restore import find_damage, restore_state
 from jshard.system.errors import UserError
 
 

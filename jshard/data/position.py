@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jshard.checkpoint import metadata
+from jshard.storage.checkpoint import metadata
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_json
 

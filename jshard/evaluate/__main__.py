@@ -10,7 +10,7 @@ import jax
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.evaluate.tasks import ROWS, load_tasks
 from jshard.generation.prompts import check_decoder
-from jshard.hub.huggingface_folder import is_huggingface
+from jshard.storage.hub.huggingface_folder import is_huggingface
 from jshard.system.cli.command import run_command
 from jshard.system.cli.options import Command, Option
 from jshard.system.cli.terminal import show

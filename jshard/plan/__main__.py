@@ -22,7 +22,6 @@ from jshard.config.run_config import complete, flatten
 from jshard.config.shared_keys import FITTED
 from jshard.fit.hardware import find_constants
 from jshard.fit.memory_choice import DoesNotFit, is_open
-from jshard.hub.online.outputs import names_at, write_text
 from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.output import plan_json, plan_page, plan_text, search_text
@@ -35,6 +34,7 @@ from jshard.recipe.epochs import set_epochs, take_epochs
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 from jshard.recipe.recipe_path import RECIPE_OPTIONS
+from jshard.storage.hub.online.outputs import names_at, write_text
 from jshard.system.cli.command import run_command
 from jshard.system.cli.machine.platform import choose_platform, make_cpu_devices
 from jshard.system.cli.machine.quiet import without_remarks

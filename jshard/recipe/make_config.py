@@ -8,9 +8,9 @@ from typing import Any
 from jshard.config.overrides import override, read_words
 from jshard.config.run_config import Config, check, complete, declarations, flatten
 from jshard.config.shared_keys import DEFAULTS
-from jshard.hub.online.download import pin, pin_mixture
 from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import IGNORED, SOURCE, require_map, take_architecture
+from jshard.storage.hub.online.download import pin, pin_mixture
 from jshard.system.cli.knob import Knob
 from jshard.system.files.untrusted import read_json
 

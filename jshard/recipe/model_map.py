@@ -32,10 +32,10 @@ from ml_collections import ConfigDict
 
 from jshard.config.keys import Key
 from jshard.config.run_config import Config, declarations
-from jshard.hub import huggingface_folder as folders
-from jshard.hub.file_tensor import FileTensor
-from jshard.hub.online.download import cached_path, local_path
-from jshard.hub.tied_heads import other_head
+from jshard.storage.hub import huggingface_folder as folders
+from jshard.storage.hub.file_tensor import FileTensor
+from jshard.storage.hub.online.download import cached_path, local_path
+from jshard.storage.hub.tied_heads import other_head
 from jshard.system.cli.knob import Knob
 from jshard.system.errors import UserError, some_of
 from jshard.system.files.untrusted import read_json

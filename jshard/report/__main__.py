@@ -3,11 +3,11 @@
 import math
 from pathlib import Path
 
-from jshard.checkpoint.restore import is_step
-from jshard.checkpoint.selected.run_address import find_run
-from jshard.checkpoint.step_folders import CHECKPOINTS
 from jshard.report.run_files import METRICS
 from jshard.report.run_report import REPORT, write_report
+from jshard.storage.checkpoint.restore import is_step
+from jshard.storage.checkpoint.selected.run_address import find_run
+from jshard.storage.checkpoint.step_folders import CHECKPOINTS
 from jshard.system.cli.command import run_command
 from jshard.system.cli.machine.platform import use_cpu
 from jshard.system.cli.options import STEP, Command, Option

@@ -8,8 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.selected.best_step import Best, best_of
-from jshard.checkpoint.step_folders import CHECKPOINTS
 from jshard.config.run_config import flatten
 from jshard.recipe.recipe_path import short_name, split_path
 from jshard.report.run_files import (
@@ -20,6 +18,8 @@ from jshard.report.run_files import (
 )
 from jshard.report.save_table import format_wait, save_table
 from jshard.report.series import Points, Series
+from jshard.storage.checkpoint.selected.best_step import Best, best_of
+from jshard.storage.checkpoint.step_folders import CHECKPOINTS
 from jshard.system.files.atomic import replace_file
 from jshard.system.formatting import format_count
 from jshard.system.pages.charts import line_chart

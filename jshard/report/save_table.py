@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from jshard.checkpoint.selected.best_step import Best
 from jshard.report.series import Series
+from jshard.storage.checkpoint.selected.best_step import Best
 from jshard.system.formatting import format_bytes
 from jshard.system.pages.page import table
 

@@ -5,17 +5,17 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from jshard.checkpoint.buckets.arrays import shown
-from jshard.checkpoint.buckets.mirror import (
+from jshard.run.background import Background
+from jshard.storage.checkpoint.buckets.arrays import shown
+from jshard.storage.checkpoint.buckets.mirror import (
     fetch_run,
     fetch_steps,
     temporary_folder,
 )
-from jshard.checkpoint.buckets.objects import AT_START, BucketError, Objects
-from jshard.checkpoint.buckets.step_list import StepList
-from jshard.checkpoint.selected.run_address import names_step
-from jshard.checkpoint.step_folders import CHECKPOINTS, find_steps, step_folder
-from jshard.run.background import Background
+from jshard.storage.checkpoint.buckets.objects import AT_START, BucketError, Objects
+from jshard.storage.checkpoint.buckets.step_list import StepList
+from jshard.storage.checkpoint.selected.run_address import names_step
+from jshard.storage.checkpoint.step_folders import CHECKPOINTS, find_steps, step_folder
 from jshard.system.cli.paths import check_path, is_bucket
 from jshard.system.errors import RunFailed, UserError
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jshard.checkpoint import step_folders
-from jshard.checkpoint.restore import CHECKPOINTS
 from jshard.config.run_config import Config
 from jshard.report.run_report import (
     GENERATED,
@@ -27,6 +25,8 @@ from jshard.run.lock import lock_folder
 from jshard.run.loggers.services import Loggers
 from jshard.run.metrics_lines import METRICS, NEWEST, Line, cut_back
 from jshard.run.resume import FITTED_ON, NOTES, read_notes
+from jshard.storage.checkpoint import step_folders
+from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.system.errors import Preempted, RunFailed, UserError
 from jshard.system.files.atomic import replace_file
 from jshard.system.pages.png import png

@@ -6,25 +6,25 @@ from pathlib import Path
 
 import jax
 
-from jshard.checkpoint import frozen
-from jshard.checkpoint.buckets.arrays import shown
-from jshard.checkpoint.restore import restore_state
-from jshard.hub import peft
-from jshard.hub.adapters import reading
-from jshard.hub.file_tensor import FileTensor
-from jshard.hub.huggingface_folder import is_somewhere, model_path
-from jshard.hub.online.download import local_path
-from jshard.hub.online.names import parse
-from jshard.hub.parameters import (
+from jshard.recipe.build import Job
+from jshard.recipe.model_map import find_map, model_of, require_map
+from jshard.sharding.settings.state import TrainState
+from jshard.sharding.update import counts
+from jshard.storage.checkpoint import frozen
+from jshard.storage.checkpoint.buckets.arrays import shown
+from jshard.storage.checkpoint.restore import restore_state
+from jshard.storage.hub import peft
+from jshard.storage.hub.adapters import reading
+from jshard.storage.hub.file_tensor import FileTensor
+from jshard.storage.hub.huggingface_folder import is_somewhere, model_path
+from jshard.storage.hub.online.download import local_path
+from jshard.storage.hub.online.names import parse
+from jshard.storage.hub.parameters import (
     ParameterSource,
     find_parameters,
     read_frozen,
     start_from,
 )
-from jshard.recipe.build import Job
-from jshard.recipe.model_map import find_map, model_of, require_map
-from jshard.sharding.settings.state import TrainState
-from jshard.sharding.update import counts
 from jshard.system.errors import UserError
 
 

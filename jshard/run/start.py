@@ -6,11 +6,6 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from jshard.checkpoint.frozen import source_of
-from jshard.checkpoint.local import Found, LocalCopies
-from jshard.checkpoint.orbax.folder import check_not_orbax
-from jshard.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
-from jshard.checkpoint.step_folders import find_steps, step_folder
 from jshard.config.run_config import Config, flatten
 from jshard.data.position import read_position
 from jshard.report.run_files import read_metrics
@@ -24,6 +19,11 @@ from jshard.run.resume import (
     read_notes,
 )
 from jshard.sharding.settings.state import TrainState
+from jshard.storage.checkpoint.frozen import source_of
+from jshard.storage.checkpoint.local import Found, LocalCopies
+from jshard.storage.checkpoint.orbax.folder import check_not_orbax
+from jshard.storage.checkpoint.restore import CHECKPOINTS, check_fits, find_newest
+from jshard.storage.checkpoint.step_folders import find_steps, step_folder
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
 

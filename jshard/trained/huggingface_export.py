@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshard.config.run_config import flatten
-from jshard.hub import huggingface_folder as folders
-from jshard.hub.file_tensor import FileTensor
-from jshard.hub.merged_adapters import adapters
-from jshard.hub.online.download import cached_path
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.model_map import SOURCE, model_of, require_map
+from jshard.storage.hub import huggingface_folder as folders
+from jshard.storage.hub.file_tensor import FileTensor
+from jshard.storage.hub.merged_adapters import adapters
+from jshard.storage.hub.online.download import cached_path
 from jshard.system.cli.paths import path_problem
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_json

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import jax
 
-from jshard.hub.online.download import pin
+from jshard.storage.hub.online.download import pin
 from jshard.system.cli.machine.platform import cache_compilations, choose_platform
 from jshard.system.cli.machine.quiet import start_devices
 from jshard.system.cli.options import STEP, Option

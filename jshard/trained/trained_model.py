@@ -12,21 +12,10 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from jshard.checkpoint import frozen, metadata
-from jshard.checkpoint.buckets.arrays import shown
-from jshard.checkpoint.restore import find_step
 from jshard.config.policy_keys import make_policy
 from jshard.config.run_config import Config, complete
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.fit.memory_choice import Candidate
-from jshard.hub.huggingface_folder import (
-    is_huggingface,
-    is_somewhere,
-    model_path,
-    read_config,
-)
-from jshard.hub.online.download import cached_path
-from jshard.hub.parameters import find_parameters, start_from
 from jshard.recipe import contract
 from jshard.recipe.build import Job
 from jshard.recipe.definition import Recipe
@@ -40,6 +29,17 @@ from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import Precision, own_dtype, set_compute_dtype
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
+from jshard.storage.checkpoint import frozen, metadata
+from jshard.storage.checkpoint.buckets.arrays import shown
+from jshard.storage.checkpoint.restore import find_step
+from jshard.storage.hub.huggingface_folder import (
+    is_huggingface,
+    is_somewhere,
+    model_path,
+    read_config,
+)
+from jshard.storage.hub.online.download import cached_path
+from jshard.storage.hub.parameters import find_parameters, start_from
 from jshard.system.errors import UserError
 from jshard.trained.huggingface_export import find_recipe_of
 

@@ -6,9 +6,6 @@ from contextlib import closing, contextmanager
 
 import jax
 
-from jshard.checkpoint.restore import CHECKPOINTS
-from jshard.checkpoint.selected.best_step import best_of
-from jshard.checkpoint.selected.run_address import BEST
 from jshard.config.run_config import Config
 from jshard.plan.start_up import describe
 from jshard.recipe.make_config import changed_keys
@@ -18,6 +15,9 @@ from jshard.run.metrics import RunFolder, finish_folder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import Start
 from jshard.sharding.layout.batch import abstract_batch
+from jshard.storage.checkpoint.restore import CHECKPOINTS
+from jshard.storage.checkpoint.selected.best_step import best_of
+from jshard.storage.checkpoint.selected.run_address import BEST
 from jshard.system.cli.terminal import show
 from jshard.system.formatting import format_duration, one_line
 from jshard.system.jobs.peers import Peers

@@ -8,9 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard.checkpoint.local import LocalCopies
-from jshard.checkpoint.restore import find_step
-from jshard.checkpoint.selected.run_address import find_run
 from jshard.config.run_config import Config
 from jshard.data.batches import Batch
 from jshard.data.position import position_files, read_position
@@ -28,6 +25,9 @@ from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.layout.capacity import check_capacity
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import TrainState
+from jshard.storage.checkpoint.local import LocalCopies
+from jshard.storage.checkpoint.restore import find_step
+from jshard.storage.checkpoint.selected.run_address import find_run
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree, facts_of_jax
 from jshard.training.precomputed import Precomputed

@@ -19,7 +19,7 @@ from typing import Self
 
 import pytest
 
-from jshard.checkpoint.buckets.objects import Objects
+from jshard.storage.checkpoint.buckets.objects import Objects
 
 BUCKET = "runs-of-tests"
 

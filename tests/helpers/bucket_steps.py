@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jshard.checkpoint.buckets.objects import Objects
-from jshard.checkpoint.buckets.saves import BucketSaves
-from jshard.checkpoint.participants import Participants
+from jshard.storage.checkpoint.buckets.objects import Objects
+from jshard.storage.checkpoint.buckets.saves import BucketSaves
+from jshard.storage.checkpoint.participants import Participants
 
 
 class Written:

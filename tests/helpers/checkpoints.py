@@ -17,11 +17,11 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.checkpoint import metadata
-from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.hub.parameters import ParameterSource, find_parameters, start_from
 from jshard.sharding.layout.padding import exact_types
 from jshard.sharding.layout.values import transfer
+from jshard.storage.checkpoint import metadata
+from jshard.storage.checkpoint.checkpointer import Checkpointer
+from jshard.storage.hub.parameters import ParameterSource, find_parameters, start_from
 
 WIDTH, LAYERS = 16, 4
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)

@@ -24,19 +24,19 @@ from hypothesis import strategies as st
 import jshard
 from checkpoints import make_state
 from jshard import export, inspect
-from jshard.checkpoint import manifest, metadata
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.data.files.record_forms import with_records
 from jshard.data.text.corpus import split_corpus
 from jshard.data.text.records import cut, read_records
 from jshard.data.tokenizers.chat import _load_chat, load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer
-from jshard.hub import exported_tensors as exported
-from jshard.hub import huggingface_folder as huggingface
-from jshard.hub import peft
-from jshard.hub.file_tensor import FileTensor
-from jshard.hub.safetensors_file import DTYPES, find_tensors
-from jshard.hub.safetensors_write import INDEX, SINGLE
+from jshard.storage.checkpoint import manifest, metadata
+from jshard.storage.checkpoint.checkpointer import Checkpointer
+from jshard.storage.hub import exported_tensors as exported
+from jshard.storage.hub import huggingface_folder as huggingface
+from jshard.storage.hub import peft
+from jshard.storage.hub.file_tensor import FileTensor
+from jshard.storage.hub.safetensors_file import DTYPES, find_tensors
+from jshard.storage.hub.safetensors_write import INDEX, SINGLE
 from jshard.system.cli.command import expected_ending
 from jshard.system.errors import RunFailed
 from jshard.system.formatting import one_line

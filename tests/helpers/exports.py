@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import jshard
 from checkpoints import make_state
 from jshard import export
-from jshard.checkpoint.checkpointer import Checkpointer
+from jshard.storage.checkpoint.checkpointer import Checkpointer
 
 WIDTH = 16
 

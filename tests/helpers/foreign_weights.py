@@ -14,8 +14,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jshard
-from jshard.hub.file_tensor import FileTensor
 from jshard.sharding.layout.layer_dims import layer_dims
+from jshard.storage.hub.file_tensor import FileTensor
 from parity import make_mesh
 
 

@@ -19,18 +19,22 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from damaged_files import PLACES, VALUES, _adapted, changed_bytes, changed_json
-from jshard.checkpoint.buckets import step_list
-from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.checkpoint.restore import restore_state
 from jshard.config.run_config import complete
 from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import FORMATS, EncodedImage
-from jshard.hub import peft
-from jshard.hub.adapters import reading
-from jshard.hub.adapters.reading import check_adapters, check_base, read_adapters
 from jshard.report.run_report import write_report
 from jshard.run.resume import read_notes
 from jshard.run.start import find_start
+from jshard.storage.checkpoint.buckets import step_list
+from jshard.storage.checkpoint.checkpointer import Checkpointer
+from jshard.storage.checkpoint.restore import restore_state
+from jshard.storage.hub import peft
+from jshard.storage.hub.adapters import reading
+from jshard.storage.hub.adapters.reading import (
+    check_adapters,
+    check_base,
+    read_adapters,
+)
 from jshard.system.compat.orbax import database
 from jshard.system.jobs.cluster import find_cluster
 from jshard.system.jobs.peers import Peers

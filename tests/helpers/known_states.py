@@ -16,10 +16,10 @@ import numpy as np
 
 import jshard
 from checkpoints import OPTIMIZER, Model, expected, make_fsdp, make_state, padded
-from jshard.checkpoint import manifest, metadata
-from jshard.checkpoint.checkpointer import Checkpointer, Save
-from jshard.checkpoint.restore import find_damage
-from jshard.checkpoint.step_folders import find_steps
+from jshard.storage.checkpoint import manifest, metadata
+from jshard.storage.checkpoint.checkpointer import Checkpointer, Save
+from jshard.storage.checkpoint.restore import find_damage
+from jshard.storage.checkpoint.step_folders import find_steps
 
 FILES = {"description.json", "manifest.json", "state"}
 

@@ -124,7 +124,7 @@ def _fork(
     """Imports once what takes long, starts the processes, and tells how they end."""
     import pytest  # noqa: F401
 
-    from jshard.checkpoint import checkpointer  # noqa: F401
+    from jshard.storage.checkpoint import checkpointer  # noqa: F401
 
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)  # as in this project's conftest.py

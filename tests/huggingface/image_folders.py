@@ -12,9 +12,9 @@ import pytest
 import jshard
 from checkpoints import read_parameters
 from foreign_weights import randomize
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.export import export
-from jshard.hub.parameters import find_parameters
+from jshard.storage.checkpoint.checkpointer import Checkpointer
+from jshard.storage.hub.parameters import find_parameters
 from parity import make_mesh
 
 B, SIZE, CLASSES = 8, 32, 5

@@ -8,13 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.hub.safetensors_write import (
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
+from jshard.storage.hub.safetensors_write import (
     assign_files,
     write_index,
     write_tensors,
 )
-from jshard.recipe.load import open_recipe
-from jshard.recipe.make_config import make_config
 from tiny_runs import IMPORTS
 
 # Layers of a Stack, experts, transposed matrices, and a head.
@@ -23,7 +23,7 @@ RECIPE = (
     + """\
 import types
 
-from jshard.hub.file_tensor import FileTensor
+from jshard.storage.hub.file_tensor import FileTensor
 from jshard.config.keys import Key
 
 KEYS = {"layers": "num_layers", "width": "hidden_size", "experts": "num_experts",

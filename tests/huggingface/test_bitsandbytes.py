@@ -12,11 +12,11 @@ from flax import nnx
 from tiny_transformers import MARKS, V, random_decoder
 
 import jshard
-from jshard.hub.huggingface_folder import read_config
-from jshard.hub.parameters import find_parameters, start_from
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.sharding.layout.four_bit.codes import FourBit
+from jshard.storage.hub.huggingface_folder import read_config
+from jshard.storage.hub.parameters import find_parameters, start_from
 from torch_training import torch_losses
 
 pytestmark = [

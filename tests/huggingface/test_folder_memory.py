@@ -28,9 +28,9 @@ def memory(what):
     return next(int(line.split()[1]) * 1024 for line in lines if what in line)
 """
 IMPORT = """
-from jshard.checkpoint import stored_arrays as saving
-from jshard.checkpoint.checkpointer import Checkpointer
-from jshard.hub.safetensors_read import load_safetensors
+from jshard.storage.checkpoint import stored_arrays as saving
+from jshard.storage.checkpoint.checkpointer import Checkpointer
+from jshard.storage.hub.safetensors_read import load_safetensors
 from jshard.recipe.model_map import find_map
 from mapped import abstract_state
 
@@ -43,7 +43,7 @@ loaded = load_safetensors(folder, abstract, places)
 size = sum(array.nbytes for array in loaded.values())
 print(size, memory("VmHWM") - before - size)
 
-from jshard.checkpoint import metadata
+from jshard.storage.checkpoint import metadata
 
 saving._CHUNK = 4 << 20  # small beside a file, as 256 MB are beside the usual 5 GB
 state = job.fsdp.init(job.make_model, job.optimizer)

@@ -14,13 +14,13 @@ from mapped import RECIPE, shapes, write_folder, write_tensor_files
 from checkpoints import read_parameters
 from exports import load_all
 from filled import filled
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.export import export
-from jshard.hub.parameters import find_parameters
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import find_map
+from jshard.storage.checkpoint.checkpointer import Checkpointer
+from jshard.storage.hub.parameters import find_parameters
 from jshard.system.errors import UserError
 
 

@@ -16,11 +16,11 @@ from exports import load_all
 from filled import filled
 from foreign_weights import randomize, store
 from jshard.export import export
-from jshard.hub.safetensors_read import load_safetensors
 from jshard.models import gpt_huggingface as huggingface
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.storage.hub.safetensors_read import load_safetensors
 from jshard.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own

@@ -9,10 +9,10 @@ from flax import nnx
 from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 from foreign_weights import load, read_tensors
-from jshard.hub.quantised.mxfp4 import Decoded
-from jshard.hub.safetensors_write import SINGLE, write_tensors
 from jshard.models import llama_huggingface
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.storage.hub.quantised.mxfp4 import Decoded
+from jshard.storage.hub.safetensors_write import SINGLE, write_tensors
 
 pytestmark = MARKS
 

@@ -15,11 +15,11 @@ import jshard
 from exports import load_all
 from foreign_weights import load, randomize, read_tensors
 from jshard.export import export
-from jshard.hub.safetensors_read import load_safetensors
 from jshard.models import bert_huggingface as huggingface
 from jshard.models.bert import Bert, BertConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.storage.hub.safetensors_read import load_safetensors
 from jshard.training.trainer import Trainer
 from parity import make_mesh
 

@@ -16,11 +16,11 @@ from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 import jshard
 from jshard.export import export
-from jshard.hub import peft as files
-from jshard.hub.adapters import reading
-from jshard.hub.parameters import find_parameters, start_from
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
+from jshard.storage.hub import peft as files
+from jshard.storage.hub.adapters import reading
+from jshard.storage.hub.parameters import find_parameters, start_from
 from parity import make_mesh
 from torch_training import torch_losses
 

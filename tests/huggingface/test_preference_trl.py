@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 from checkpoints import read_parameters
-from jshard.hub.adapters import reading
-from jshard.hub.parameters import find_parameters
 from jshard.models import llama_huggingface
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.storage.hub.adapters import reading
+from jshard.storage.hub.parameters import find_parameters
 from small_tokenizer import CHATML
 from tiny_llama import make_llama
 

@@ -97,7 +97,7 @@ def test_the_architecture_alone(train, tmp_path):
 RECORDING = """
 import pathlib
 
-from jshard.hub.safetensors_file import StoredTensor
+from jshard.storage.hub.safetensors_file import StoredTensor
 
 opened = StoredTensor.open
 

@@ -20,14 +20,14 @@ from image_folders import (
 
 import jshard
 from foreign_weights import read_tensors
-from jshard.hub import exported_tensors as exported
-from jshard.hub.file_tensor import FileTensor
 from jshard.models import regnet_timm, resnet_timm, vit_timm
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.models.resnet import ResNet, ResNetConfig
 from jshard.models.vit import ViT, ViTConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.storage.hub import exported_tensors as exported
+from jshard.storage.hub.file_tensor import FileTensor
 
 REGNET = Mapped(regnet_timm, RegNet, RegNetConfig)
 RESNET = Mapped(resnet_timm, ResNet, ResNetConfig)

@@ -10,7 +10,6 @@ from decoder_recipe import RECIPE
 from safetensors.numpy import save_file
 
 import jshard
-from jshard.hub.safetensors_file import find_tensors
 from jshard.models import (
     bert_huggingface,
     gpt_huggingface,
@@ -19,6 +18,7 @@ from jshard.models import (
 )
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
+from jshard.storage.hub.safetensors_file import find_tensors
 
 SIZES = {
     "vocab_size": 96,

@@ -18,11 +18,11 @@ import jshard
 import parity
 from filled import filled
 from jshard import inspect
-from jshard.checkpoint.step_folders import step_folder
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.rope import Rope, rotate_by
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipes import llama
+from jshard.storage.checkpoint.step_folders import step_folder
 
 SMALL = {
     "vocab_size": 40,

@@ -28,7 +28,7 @@ RUN = (
 # Runs a module whose bucket is a folder, as `Folder` is in this process.
 IN_FOLDER = """
 import runpy, sys
-from jshard.checkpoint.buckets.objects import Objects
+from jshard.storage.checkpoint.buckets.objects import Objects
 
 root, module, *words = sys.argv[1:]
 Objects.spec = lambda self, path="": {

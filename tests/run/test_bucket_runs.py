@@ -11,7 +11,7 @@ import pytest
 
 from bucket_servers import GCS, S3, Proxy, Server, running
 from jobs import Job, environment
-from jshard.checkpoint.buckets.objects import Objects
+from jshard.storage.checkpoint.buckets.objects import Objects
 from resumable import RECIPE, read_metrics
 
 pytestmark = pytest.mark.slow

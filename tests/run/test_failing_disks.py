@@ -7,9 +7,9 @@ import pytest
 
 import jshard
 from checkpoints import remount, small_disk
-from jshard.checkpoint.restore import find_damage
-from jshard.checkpoint.step_folders import find_steps
 from jshard.run.progress import ProgressDisplay
+from jshard.storage.checkpoint.restore import find_damage
+from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import RunFailed
 from resumable import read_metrics, train
 from test_going_on import RECIPE
@@ -71,7 +71,7 @@ def test_a_run_whose_folder_is_deleted_fails_and_says_so(again, every, tmp_path)
 
 def test_a_last_checkpoint_that_fails_ends_the_run_with_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "jshard.checkpoint.manifest.write",
+        "jshard.storage.checkpoint.manifest.write",
         lambda *_: (_ for _ in ()).throw(OSError(28, "full")),
     )
     with pytest.raises(RunFailed, match=r"state of step 1 could not be saved: .*full"):

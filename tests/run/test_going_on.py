@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jshard.checkpoint.step_folders import find_steps
+from jshard.storage.checkpoint.step_folders import find_steps
 from resumable import read_metrics, train
 from tiny_runs import IMPORTS
 

@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 
 import jshard
 from checkpoints import data_file, flip_bit
-from jshard.checkpoint.step_folders import find_steps
 from jshard.config.overrides import override
 from jshard.config.run_config import complete
 from jshard.data.position import read_position
@@ -24,6 +23,7 @@ from jshard.recipe.load import open_recipe
 from jshard.run.lock import lock_folder
 from jshard.run.metrics_lines import cut_back
 from jshard.run.start import Start, find_start
+from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
 from resumable import read_metrics

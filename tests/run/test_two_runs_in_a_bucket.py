@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from bucket_servers import Folder, running
-from jshard.checkpoint.buckets import step_list
-from jshard.checkpoint.buckets.objects import Objects
 from jshard.run.bucket import RunInBucket
+from jshard.storage.checkpoint.buckets import step_list
+from jshard.storage.checkpoint.buckets.objects import Objects
 from jshard.system.errors import RunFailed, UserError
 from jshard.training.trainer import Trainer
 from stopped_runs import RECIPE

@@ -15,8 +15,8 @@ from flax import nnx
 
 import jshard
 from bucket_servers import Folder, running
-from jshard.checkpoint.selected.best_step import best_of
 from jshard.report import __main__ as report
+from jshard.storage.checkpoint.selected.best_step import best_of
 from jshard.system.errors import Preempted, UserError
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -70,7 +70,7 @@ def apart(tmp_path):
 
 IMPATIENT = """
 import os
-from jshard.checkpoint import restore
+from jshard.storage.checkpoint import restore
 restore.PATIENCE = float(os.environ.get("PATIENCE", restore.PATIENCE))
 """
 # Orbax does not save where folders have several names.

@@ -15,10 +15,10 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.checkpoint.selected.best_step import best_of
 from jshard.data.dataset import as_dataset, as_sets, rows_of_epoch
 from jshard.data.images.image_data import mixup
 from jshard.recipe.epochs import describe_epoch, take_epochs
+from jshard.storage.checkpoint.selected.best_step import best_of
 from jshard.system.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

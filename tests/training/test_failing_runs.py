@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jshard.checkpoint.restore import find_damage
+from jshard.storage.checkpoint.restore import find_damage
 from tiny_runs import RECIPE, expect_one_line, read_metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

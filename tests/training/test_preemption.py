@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from failures import slowly
-from jshard.checkpoint.step_folders import find_steps
+from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import Preempted
 from jshard.train import main
 from jshard.training.callbacks.preemption import WARNINGS, Preemption

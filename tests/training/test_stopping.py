@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 
 import resumable
-from jshard.checkpoint.restore import find_damage
-from jshard.checkpoint.step_folders import find_steps
 from jshard.config.run_config import check, complete
 from jshard.recipe.load import open_recipe
 from jshard.run import metrics
+from jshard.storage.checkpoint.restore import find_damage
+from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.cli.command import run_command
 from jshard.system.errors import Interrupted, Preempted, RunFailed
 from jshard.system.jobs.peers import Peers

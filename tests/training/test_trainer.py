@@ -19,9 +19,9 @@ from flax import nnx
 
 import jshard
 from jobs import environment
-from jshard.checkpoint import metadata
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.run.metrics import RunFolder
+from jshard.storage.checkpoint import metadata
+from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.system.errors import Interrupted, Preempted, UserError
 from resumable import RECIPE, read_metrics
 

@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from failures import WORDS
 from jobs import Job, write_recipe
-from jshard.checkpoint import metadata
-from jshard.checkpoint.restore import CHECKPOINTS, find_damage
-from jshard.checkpoint.step_folders import find_steps
 from jshard.run.source import Source
+from jshard.storage.checkpoint import metadata
+from jshard.storage.checkpoint.restore import CHECKPOINTS, find_damage
+from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import Preempted
 from jshard.training.callbacks.saving import Saving
 from processes import Processes

@@ -18,7 +18,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from jshard.data.files.noting import note
 from jshard.data.files.walk import files_of, reading
 from jshard.data.images.image_tables import class_names, count_unnamed, labels_of_splits
-from jshard.hub.online.download import data_path
+from jshard.storage.hub.online.download import data_path
 from jshard.system.cli.paths import check_path
 from jshard.system.errors import UserError, some_of
 

@@ -25,7 +25,7 @@ from jshard.data.text.token_files import (
 )
 from jshard.data.tokenizers.byte_pieces import ByteTokenizer, PieceTokenizer
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.hub.online.download import data_path
+from jshard.storage.hub.online.download import data_path
 from jshard.system.cli.paths import check_path
 from jshard.system.errors import UserError, some_of
 

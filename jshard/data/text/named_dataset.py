@@ -10,7 +10,7 @@ from grain.experimental import WindowShuffleIterDataset
 from jshard.data.fingerprint import fingerprint, of_files
 from jshard.data.iterables import part_of
 from jshard.data.places import Cursor
-from jshard.hub.online.names import Name, parse
+from jshard.storage.hub.online.names import Name, parse
 from jshard.system.errors import RunFailed, UserError, some_of
 from jshard.system.formatting import one_line
 

@@ -10,7 +10,7 @@ from jshard.data.text.corpus import split_corpus
 from jshard.data.text.packing import packed_rows
 from jshard.data.text.windows import windows
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.hub.online.names import parse
+from jshard.storage.hub.online.names import parse
 from jshard.system.errors import UserError
 
 

@@ -32,7 +32,6 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from jshard.checkpoint.buckets.files import cached
 from jshard.data.files.conversations import PAIR, SAID
 from jshard.data.files.record_forms import has_records
 from jshard.data.files.split_names import named_splits, split_of
@@ -43,8 +42,9 @@ from jshard.data.text.records import Slice, cut
 from jshard.data.text.token_files import ENDS, TOKENS, TRAINED, make_header
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.hub.online.download import pin
-from jshard.hub.online.outputs import names_at, upload
+from jshard.storage.checkpoint.buckets.files import cached
+from jshard.storage.hub.online.download import pin
+from jshard.storage.hub.online.outputs import names_at, upload
 from jshard.system.cli.paths import is_remote
 from jshard.system.cli.terminal import show
 from jshard.system.errors import RunFailed, UserError

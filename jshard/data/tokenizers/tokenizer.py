@@ -21,7 +21,7 @@ from jshard.data.tokenizers.named_tokens import (
     read_json,
 )
 from jshard.data.tokenizers.tokenizer_settings import apply_settings
-from jshard.hub.online.download import local_path
+from jshard.storage.hub.online.download import local_path
 from jshard.system.cli.paths import check_path
 from jshard.system.errors import UserError
 from jshard.system.files import untrusted

@@ -3,11 +3,11 @@
 import queue
 from contextlib import AbstractContextManager
 
-from jshard.checkpoint.local import Copy
 from jshard.report.run_files import METRICS
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import RUN, Start
+from jshard.storage.checkpoint.local import Copy
 from jshard.system.errors import Preempted
 from jshard.system.formatting import format_bytes
 from jshard.training.callbacks.step_log import StepLog

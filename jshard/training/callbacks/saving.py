@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jshard.checkpoint.checkpointer import Checkpointer, Save
-from jshard.checkpoint.restore import CHECKPOINTS
 from jshard.report.run_files import METRICS
 from jshard.run.bucket import Copying
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.sharding.settings.state import TrainState
+from jshard.storage.checkpoint.checkpointer import Checkpointer, Save
+from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.formatting import format_bytes
 from jshard.training.callbacks.hooks import Hooks

@@ -19,13 +19,13 @@ import hlo
 import jshard
 from checkpoints import read_parameters
 from filled import filled
-from jshard.checkpoint import metadata
-from jshard.hub.parameters import find_parameters
-from jshard.hub.tensor_names import tensor_names
 from jshard.sharding.layout.padding import padded_dim, padding_now
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.update.end_of_step import update
+from jshard.storage.checkpoint import metadata
+from jshard.storage.hub.parameters import find_parameters
+from jshard.storage.hub.tensor_names import tensor_names
 
 OPTIMIZER = optax.chain(optax.clip(1.0), optax.scale_by_lion(), optax.adamw(1e-2))
 POLICY = jshard.Policy(min_shard_elements=0, ema_decay=0.9)

@@ -16,11 +16,11 @@ import jshard
 import parity
 from checkpoints import save_steps
 from filled import filled
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.dropout import DropoutCount
 from jshard.sharding.layout.state_layout import Layout
+from jshard.storage.checkpoint.checkpointer import Checkpointer
 from pipelines import Layers, mean, mesh_of, policy_of
 
 BOUND = 1e-9

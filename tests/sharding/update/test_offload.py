@@ -13,8 +13,8 @@ from flax import nnx
 import jshard
 import parity
 from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.plan.start_up import describe, traffic
+from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.system.errors import UserError
 
 OFFLOADS = ("optimizer", "all")

@@ -13,8 +13,8 @@ from flax import nnx
 import jshard
 import parity
 from filled import filled
-from jshard.hub.parameters import find_parameters
 from jshard.sharding.update import counts
+from jshard.storage.hub.parameters import find_parameters
 from jshard.system.errors import UserError
 
 DECAY = 0.99  # until hundreds of updates the number of updates sets the averages' pace

@@ -14,9 +14,9 @@ import pytest
 import jshard
 from checkpoints import at_step, make_fsdp, trained
 from jshard import inspect
-from jshard.checkpoint import manifest, metadata
-from jshard.checkpoint.checkpointer import Checkpointer
 from jshard.run.progress import ProgressDisplay
+from jshard.storage.checkpoint import manifest, metadata
+from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.system.cli import command
 from jshard.system.cli.terminal import _outputs, show
 from jshard.system.errors import Preempted, RunFailed

@@ -19,8 +19,8 @@ from failures import (
     train_until,
 )
 from jobs import Job, write_recipe
-from jshard.checkpoint.restore import CHECKPOINTS
-from jshard.checkpoint.step_folders import find_steps
+from jshard.storage.checkpoint.restore import CHECKPOINTS
+from jshard.storage.checkpoint.step_folders import find_steps
 from resumable import read_metrics
 
 

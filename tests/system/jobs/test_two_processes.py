@@ -12,7 +12,7 @@ import pytest
 
 from failures import slowly
 from jobs import Job, write_recipe
-from jshard.checkpoint.step_folders import find_steps
+from jshard.storage.checkpoint.step_folders import find_steps
 from processes import Processes
 from resumable import RECIPE, read_metrics, train
 from signalled_steps import step_until_signalled

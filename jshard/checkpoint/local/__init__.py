@@ -1,5 +1,0 @@
-"""Copies of a run's state in the memory of its hosts, from which a job restarts."""
-
-from jshard.checkpoint.local.local_copies import Copy, Found, LocalCopies
-
-__all__ = ["Copy", "Found", "LocalCopies"]

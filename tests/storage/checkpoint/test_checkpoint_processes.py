@@ -1,0 +1,412 @@
+"""Checkpoints of several processes, which are real ones here."""
+
+import contextlib
+import json
+import resource
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore
+from flax import nnx
+from jax.experimental import multihost_utils
+
+import jshard
+from checkpoints import flip_bit, make_fsdp, small_disk
+from jshard.storage.checkpoint import manifest, metadata
+from jshard.storage.checkpoint.checkpointer import Checkpointer, Save
+from jshard.storage.checkpoint.step_folders import find_steps
+from known_states import (
+    abstract,
+    check_whole,
+    make_state,
+    restore_step,
+    save_and_die,
+    save_steps,
+)
+from processes import Processes
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Processes]:
+    """Two processes with four devices each."""
+    with Processes(2, 4, tmp_path_factory.mktemp("pair")) as processes:
+        yield processes
+
+
+# On any mesh, by any processes.
+
+
+def save_and_count(folder: Path) -> tuple[list[Save], int]:
+    """Saves the steps 1 and 2; how many manifests are written here, too."""
+    with mock.patch.object(manifest, "write", wraps=manifest.write) as write:
+        reports = save_steps(folder, (1, 8), 1, 2)
+    return reports, write.call_count
+
+
+@pytest.fixture(scope="module")
+def saves(pair, tmp_path_factory) -> tuple[Path, list[Any]]:
+    """A folder with the steps 1 and 2 of two processes, and what each of them tells."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, pair.call(save_and_count, folder)
+
+
+@pytest.fixture(scope="module")
+def saved(saves) -> Path:
+    """That folder; do not change it."""
+    return saves[0]
+
+
+@pytest.mark.core
+def test_two_processes_leave_whole_checkpoints_and_nothing_else(saved):
+    assert sorted(path.name for path in saved.iterdir()) == ["1", "2"]
+    for step in ("1", "2"):
+        check_whole(saved / step)
+        about = metadata.read(saved / step)
+        assert (about["step"], about["processes"]) == (int(step), 2)
+
+
+def test_one_process_writes_the_manifests_and_both_report_their_saves(saves):
+    _, told = saves
+    assert [written for _, written in told] == [2, 0]
+    for reports, _ in told:
+        assert [save.error for save in reports] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "mesh", [(1, 8), (1, 2), pytest.param((2, 4), marks=pytest.mark.core)], ids=str
+)
+def test_what_two_processes_saved_comes_back_in_one(mesh, saved):
+    assert restore_step(saved, mesh) == 2
+
+
+@pytest.mark.quick("(2, 4)", "(8, 1)")
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (8, 1)], ids=str)
+def test_what_two_processes_saved_comes_back_in_two(mesh, saved, pair):
+    assert pair.call(restore_step, saved, mesh) == [2, 2]
+
+
+def test_what_one_process_saved_comes_back_in_two(pair, tmp_path):
+    save_steps(tmp_path, (1, 2), 7)
+    assert pair.call(restore_step, tmp_path, (2, 4)) == [7, 7]
+
+
+@pytest.mark.slow
+def test_four_processes_restore_what_others_saved_and_one_what_they_did(
+    saved, tmp_path
+):
+    save_steps(tmp_path / "one", (4, 2), 7)
+    with Processes(4, 2, tmp_path) as four:
+        for mesh in ((1, 8), (2, 4), (4, 2)):
+            assert four.call(restore_step, saved, mesh) == [2] * 4
+            assert four.call(restore_step, tmp_path / "one", mesh) == [7] * 4
+        for mesh in ((1, 8), (4, 2)):
+            reports = four.call(save_steps, tmp_path / f"four-{mesh}", mesh, 3)
+            assert [save.error for (save,) in reports] == [""] * 4
+            check_whole(tmp_path / f"four-{mesh}" / "3")
+            assert restore_step(tmp_path / f"four-{mesh}", (1, 8)) == 3
+
+
+def test_a_step_that_two_processes_save_again_is_replaced(pair, tmp_path):
+    for mesh in ((1, 8), (2, 4)):
+        for reports in pair.call(save_steps, tmp_path, mesh, 5):
+            assert [save.error for save in reports] == [""]
+    check_whole(tmp_path / "5")
+    assert metadata.read(tmp_path / "5")["mesh"] == {"replica": 2, "fsdp": 4}
+    assert restore_step(tmp_path, (1, 8)) == 5
+
+
+# What each process reads.
+
+
+def hash_and_read(folder: Path) -> tuple[dict[str, int], int, int]:
+    """Restores large arrays; (hashed files, bytes of arrays that are read, here)."""
+
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(1024, 2048, use_bias=False, rngs=rngs)
+
+    fsdp = make_fsdp()
+    wanted = fsdp.abstract_state(model, optax.adam(1e-3))
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(make_state(wanted))
+    hashed: dict[str, int] = {}
+    hash_file = manifest._hash_file
+
+    def count(path: Path) -> dict[str, Any]:
+        result = hash_file(path)
+        hashed[str(path)] = result["bytes"]
+        return result
+
+    before = bytes_read()
+    with mock.patch.object(manifest, "_hash_file", count):
+        restored = Checkpointer(folder).restore(wanted)
+    read = bytes_read() - before
+    here = sum(
+        shard.data.nbytes
+        for array in jax.tree.leaves(restored)
+        for shard in array.addressable_shards
+    )
+    return hashed, read, here
+
+
+def bytes_read() -> int:
+    name = "/tensorstore/kvstore/file/bytes_read"
+    metrics = tensorstore.experimental_collect_matching_metrics(name)
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+def test_each_process_verifies_and_reads_its_half_alone(pair, tmp_path):
+    results = pair.call(hash_and_read, tmp_path)
+    (step,) = tmp_path.iterdir()
+    (first, *_), (second, *_) = results
+    files = manifest.read(step)
+    assert not first.keys() & second.keys()
+    assert first.keys() | second.keys() == {str(step / name) for name in files}
+    total = sum(file["bytes"] for file in files.values())
+    assert total > 24e6
+    for hashed, read, here in results:
+        assert 0.45 * total < sum(hashed.values()) < 0.55 * total
+        assert 0.49 * total < here < 0.51 * total
+        assert here <= read < 1.1 * here  # a tenth for what describes arrays
+
+
+# Damage.
+
+
+def restore_told(folder: Path) -> tuple[int, str]:
+    """The step that is restored, and what is said of those that are not."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = restore_step(folder, (1, 8))
+    return step, " ".join(str(warning.message) for warning in told)
+
+
+@pytest.mark.parametrize("finder", [0, 1])
+def test_damage_in_either_processs_part_makes_both_fall_back(
+    finder, saved, pair, tmp_path
+):
+    folder = shutil.copytree(saved, tmp_path / "checkpoints")
+    sizes = {k: file["bytes"] for k, file in manifest.read(folder / "2").items()}
+    flip_bit(folder / "2" / manifest._share(sizes, finder, 2)[0])
+    told = [f"process {finder} found damaged files"] * 2
+    told[finder] = "has another checksum"
+    for process, (step, said) in enumerate(pair.call(restore_told, folder)):
+        assert step == 1
+        assert "step 2 is damaged: " in said
+        assert told[process] in said
+
+
+def refused(folder: Path, step: int | None) -> str:
+    with pytest.raises(jshard.UserError) as error:
+        Checkpointer(folder).restore(abstract(), step)
+    return str(error.value)
+
+
+def test_both_processes_refuse_what_none_may_use(saved, pair, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "checkpoints")
+    for said in pair.call(refused, folder, 7):
+        assert "no checkpoint of step 7" in said
+    file = folder / "2" / manifest.FILE
+    newer = {**json.loads(file.read_text()), "format": manifest.FORMAT + 1}
+    file.write_text(json.dumps(newer))
+    for said in pair.call(refused, folder, None):
+        assert "was written by a newer jshard" in said
+    file.unlink()
+    flip_bit(folder / "1" / metadata.FILE)
+    for said in pair.call(refused, folder, None):
+        assert "no checkpoint in" in said
+        assert "step 2 is damaged: manifest.json cannot be read" in said
+        assert "step 1 is damaged: " in said
+
+
+# Death.
+
+
+DEATHS = [
+    (1, "jshard.storage.checkpoint.manifest.checksum"),
+    pytest.param(
+        0, "jshard.storage.checkpoint.manifest.checksum", marks=pytest.mark.slow
+    ),
+    pytest.param(0, "jshard.storage.checkpoint.manifest.write", marks=pytest.mark.slow),
+    pytest.param(
+        1,
+        "jshard.storage.checkpoint.participants.Participants.gather",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(0, "while arrays are written", marks=pytest.mark.slow),
+    pytest.param(1, "while arrays are written", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "moment"), DEATHS)
+def test_the_half_save_of_a_killed_process_is_ignored_and_removed(
+    victim, moment, tmp_path
+):
+    folder = tmp_path / "checkpoints"
+    with Processes(2, 1, tmp_path) as processes:
+        processes.start(save_and_die, folder, victim, moment)
+        assert processes.wait_for(victim, timeout=60) == -signal.SIGKILL
+        time.sleep(0.5)  # whatever the other may do about it
+        processes.kill()
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2.saving"]
+    assert restore_step(folder, (1, 8)) == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["1"]
+    check_whole(folder / "1")
+
+
+# Disks.
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """As far as other processes' files can fill it."""
+    if jax.process_index() == 0:
+        free = shutil.disk_usage(folder).free
+        (folder / "other").write_bytes(bytes(free - 20_000))
+    multihost_utils.sync_global_devices("full")
+    yield
+    multihost_utils.sync_global_devices("saved")
+    if jax.process_index() == 0:
+        (folder / "other").unlink()
+
+
+@contextlib.contextmanager
+def no_large_files(process: int) -> Iterator[None]:
+    """One process cannot write files above a kilobyte; the others can."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if jax.process_index() == process:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def no_manifest() -> Iterator[None]:
+    """The first process cannot write what makes a checkpoint of files."""
+    with mock.patch.object(manifest, "write", side_effect=OSError(5, "I/O error")):
+        yield
+
+
+def save_in_trouble(folder: Path, trouble: Any, *args: Any) -> list[Save]:
+    """Saves three steps, the second in trouble, and steps all the while."""
+    fsdp = make_fsdp()
+    x = fsdp.shard_batch(np.ones(8 // jax.process_count(), np.float32))
+    step = jax.jit(lambda x: x / jnp.sum(x))  # waits for the other process
+    reports: list[Save] = []
+
+    def save_and_step(number: int) -> None:
+        nonlocal x
+        checkpointer.save(make_state(abstract(), number))
+        for _ in range(8):
+            x = step(x).block_until_ready()
+        checkpointer.wait()
+        x = step(x).block_until_ready()
+
+    with Checkpointer(folder / "checkpoints", report=reports.append) as checkpointer:
+        save_and_step(1)
+        with trouble(*args):
+            save_and_step(2)
+        save_and_step(3)
+    return reports
+
+
+def check_trouble(results: list[list[Save]], folder: Path, why: str) -> None:
+    for reports in results:
+        assert [save.step for save in reports] == [1, 2, 3]
+        assert [bool(save.error) for save in reports] == [False, True, False]
+        assert reports[1].took < 20  # not Orbax's 20 minutes
+        assert "\n" not in reports[1].error
+    assert any(why in reports[1].error for reports in results)
+    assert find_steps(folder / "checkpoints") == [1, 3]
+    for step in ("1", "3"):
+        check_whole(folder / "checkpoints" / step)
+    assert restore_step(folder / "checkpoints", (1, 8)) == 3
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["1", "3"]
+
+
+@pytest.mark.slow  # below, a disk that is full for one; test_failing_saves.py fills one
+def test_a_full_disk_fails_a_save_on_both_and_the_next_one_is_saved(pair, tmp_path):
+    with small_disk(tmp_path / "disk", "700k") as disk:
+        results = pair.call(save_in_trouble, disk, full_disk, disk)
+        check_trouble(results, disk, "No space left on device")
+
+
+@pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_one_process_that_cannot_write_fails_a_save_on_both(process, pair, tmp_path):
+    results = pair.call(save_in_trouble, tmp_path, no_large_files, process)
+    check_trouble(results, tmp_path, "File too large")
+    assert "File too large" in results[process][1].error
+    assert "failed on another process" in results[1 - process][1].error
+
+
+def test_a_manifest_that_cannot_be_written_fails_a_save_on_both(pair, tmp_path):
+    results = pair.call(save_in_trouble, tmp_path, no_manifest)
+    check_trouble(results, tmp_path, "I/O error")
+
+
+def save_to_two(first: Path, second: Path) -> list[str]:
+    """Two checkpointers at a time; the save of the first one ends last."""
+    reports: list[Save] = []
+    late, go_on = Checkpointer(first, report=reports.append), threading.Event()
+    write = late._saves.write
+
+    def write_late(*args: Any) -> Any:
+        if jax.process_index() == 0:
+            assert go_on.wait(60)
+        return write(*args)
+
+    with mock.patch.object(late._saves, "write", write_late):
+        late.save(make_state(abstract(), 1))
+        with Checkpointer(second, report=reports.append) as other:
+            for step in (1, 2):
+                other.save(make_state(abstract(), step))
+        go_on.set()
+        late.wait()
+    return [save.error for save in reports]
+
+
+@pytest.mark.slow  # by default, two processes save one after the other
+def test_two_checkpointers_of_two_processes_save_at_a_time(pair, tmp_path):
+    assert pair.call(save_to_two, tmp_path / "a", tmp_path / "b") == [[""] * 3] * 2
+    assert find_steps(tmp_path / "a") == [1]
+    assert find_steps(tmp_path / "b") == [1, 2]
+
+
+def restore_from_orbax(folder: Path, kernel: np.ndarray) -> tuple[int, int]:
+    """The step, and how many shards of the kernel and its average are right here."""
+    make = lambda rngs: nnx.Linear(3, 5, rngs=rngs)
+    with warnings.catch_warnings(action="ignore"):  # of a model without units
+        state = jshard.restore_orbax(folder, make_fsdp(), make, optax.sgd(0.1))
+    assert state.ema is not None
+    right = 0
+    for params in (state.params, state.ema):
+        (array,) = jax.tree.leaves(params["kernel"])
+        padding = [(0, n - m) for n, m in zip(array.shape, kernel.shape, strict=True)]
+        whole = np.pad(kernel, padding)
+        for shard in array.addressable_shards:
+            right += np.array_equal(shard.data, whole[shard.index])
+    return int(state.step), right
+
+
+@pytest.mark.slow  # by default test_orbax_folders.py, in one process
+def test_two_processes_go_on_from_the_newest_step_of_orbaxs(pair, tmp_path):
+    kernel = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        for step in (4, 8):
+            tree = {"kernel": kernel * step, "bias": np.zeros(5, np.float32)}
+            manager.save(step, args=ocp.args.StandardSave(tree))
+    told = pair.call(restore_from_orbax, tmp_path / "steps", kernel * 8)
+    assert told == [(8, 8), (8, 8)]
