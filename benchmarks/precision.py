@@ -23,9 +23,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np  # noqa: E402
 
 import jshard  # noqa: E402
-from jshard.config.run_config import complete  # noqa: E402
 from jshard.data.batches import batches, eval_batches  # noqa: E402
 from jshard.plan.start_up import traffic  # noqa: E402
+from jshard.recipe.config.run_config import complete  # noqa: E402
 from jshard.recipe.load import find_recipe, open_recipe  # noqa: E402
 from jshard.system.formatting import format_bytes  # noqa: E402
 from jshard.system.pages.charts import Axes, element, labels, ticks  # noqa: E402

@@ -21,8 +21,8 @@ from pathlib import Path
 from unittest import mock
 
 import jshard
-from jshard.config.run_config import complete, declarations, flatten
-from jshard.config.shared_keys import REQUIRED, SHARED
+from jshard.recipe.config.run_config import complete, declarations, flatten
+from jshard.recipe.config.shared_keys import REQUIRED, SHARED
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.system.cli.commands import COMMANDS
 from jshard.system.cli.knob import Knob

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.config.run_config import flatten
+from jshard.recipe.config.run_config import flatten
 from jshard.storage.checkpoint import manifest, metadata
 from jshard.storage.checkpoint.buckets.arrays import address, shown, verify_values
 from jshard.storage.checkpoint.metadata import itemsize

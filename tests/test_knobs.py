@@ -9,14 +9,14 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.overrides import keys_help, override, read_words
-from jshard.config.policy_keys import make_policy
-from jshard.config.run_config import complete
-from jshard.config.shared_keys import DEFAULTS
+from jshard.recipe.config.overrides import keys_help, override, read_words
+from jshard.recipe.config.policy_keys import make_policy
+from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.shared_keys import DEFAULTS
 from jshard.system.cli.knob import Knob, described, knob, knobs
 
 ROOT = Path(__file__).parents[1]
-# These have a form of their own in a config, read by jshard/config/policy_keys.py.
+# These have a form of their own in a config, read by jshard/recipe/config/policy_keys.py.
 WITH_OWN_FORM = {"remat", "overrides"}
 
 
@@ -86,6 +86,6 @@ def test_a_value_of_the_command_line_reaches_the_policy(name):
 def test_no_other_file_of_the_config_names_a_knob():
     names = {name.rpartition(".")[2] for name in knobs(jshard.Policy)}
     names -= {*WITH_OWN_FORM, "offload"}  # which is also a kind of remat
-    for file in (ROOT / "jshard/config").glob("*.py"):
+    for file in (ROOT / "jshard/recipe/config").glob("*.py"):
         words = set(re.findall(r'[".](\w+)"', file.read_text()))
         assert not words & names, file

@@ -17,10 +17,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.keys import Key
 from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
 from jshard.models import bert_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.bert import ACTIVATIONS, Bert, BertConfig
+from jshard.recipe.config.keys import Key
 from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer

@@ -15,8 +15,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.keys import Key
 from jshard.models import llama_huggingface as huggingface  # read by jshard, too
+from jshard.recipe.config.keys import Key
 from jshard.recipes import gpt, llama
 from jshard.storage.hub.adapters.targets import add_lora_arguments
 

@@ -14,7 +14,6 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.keys import Key
 from jshard.data.text.bigram import bigram_reference
 from jshard.data.text.streamed_text import streamed_text
 from jshard.data.text.text_data import text_data
@@ -23,7 +22,8 @@ from jshard.generation import continue_prompts
 from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
-from jshard.recipe.rates import learning_rate, rate_keys
+from jshard.recipe.config.keys import Key
+from jshard.recipe.schedule.rates import learning_rate, rate_keys
 
 # Keys of data that are streamed, which recipes that change each text do not take.
 STREAMED = ("dataset", "config", "split", "validation_rows", "shuffle_rows")

@@ -17,12 +17,12 @@ from pathlib import Path
 import optax
 from ml_collections import ConfigDict
 
-from jshard.config.keys import Key
 from jshard.data.images.image_data import image_data, noise
 from jshard.models import regnet_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models import regnet_timm as timm  # noqa: F401  likewise
 from jshard.models.images import classification_loss, normalize
 from jshard.models.regnet import RegNet, RegNetConfig
+from jshard.recipe.config.keys import Key
 from jshard.recipes.digits import image_keys
 
 _IMAGES = 1_281_167

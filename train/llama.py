@@ -21,11 +21,11 @@ import copy
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.keys import Key
 from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.llama_config import ACTIVATIONS
 from jshard.models.rope import SCALINGS
+from jshard.recipe.config.keys import Key
 from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer

@@ -21,13 +21,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.keys import Key
 from jshard.data.preferences.preference_data import (
     named_preference_data,
     preference_data,
 )
 from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
+from jshard.recipe.config.keys import Key
 from jshard.recipes import finetune, gpt, llama
 
 trainable = finetune.trainable

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 
 import compiling
 import gspmd
-from jshard.config.run_config import Config
 from jshard.plan import tracing_for
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.settings.mesh import BATCH

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jshard.config.run_config import Config, complete
+from jshard.recipe.config.run_config import Config, complete
 from jshard.recipe.definition import Recipe
 
 _OFFLOADED = "offload:qkv+attended+hidden"

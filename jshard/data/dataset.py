@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import grain
 import jax
 
-from jshard.config.run_config import Config
 from jshard.data.examples import count_rows, to_arrays
 from jshard.data.iterables import Once, Stream, as_stream, has_items
 from jshard.data.places import Cursor
 from jshard.data.stream_reader import PartReader
+from jshard.recipe.config.run_config import Config
 from jshard.system.cli.user_code import describe_user_error
 from jshard.system.errors import UserError
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jshard.config.run_config import Config
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.evaluate.tasks import ROWS, load_tasks
 from jshard.generation.prompts import check_decoder
 from jshard.generation.weight_placement import sharded
+from jshard.recipe.config.run_config import Config
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
 from jshard.system.errors import UserError

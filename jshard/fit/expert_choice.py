@@ -11,10 +11,10 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.config.run_config import Config
-from jshard.config.shared_keys import FIT
 from jshard.fit.memory_choice import Candidate, is_open
 from jshard.plan.start_up import traffic
+from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.shared_keys import FIT
 from jshard.sharding.settings.mesh import EXPERT, hosts_of
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes

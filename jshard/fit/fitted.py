@@ -8,8 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard.config.run_config import Config, flatten, is_within
-from jshard.config.shared_keys import FIT, FITTED
 from jshard.fit.device_memory import compiled_bytes, usable_bytes
 from jshard.fit.memory_choice import (
     Candidate,
@@ -20,12 +18,14 @@ from jshard.fit.memory_choice import (
 )
 from jshard.plan.start_up import network_axes
 from jshard.recipe.build import Job, abstract_batch, make_job
-from jshard.recipe.definition import Recipe
-from jshard.run.resume import (
+from jshard.recipe.changes import (
     FITTED_ON,
     changed_keys,
     read_config,
 )
+from jshard.recipe.config.run_config import Config, flatten, is_within
+from jshard.recipe.config.shared_keys import FIT, FITTED
+from jshard.recipe.definition import Recipe
 from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, mesh_text
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.config.run_config import Config, flatten
-from jshard.config.shared_keys import FIT, FITTED
 from jshard.fit.device_memory import step_bytes
 from jshard.fit.hardware import GPUS, overlapped
 from jshard.plan.start_up import product_flops, traffic
+from jshard.recipe.config.run_config import Config, flatten
+from jshard.recipe.config.shared_keys import FIT, FITTED
 from jshard.sharding.layout.capacity import state_bytes
 from jshard.sharding.settings.mesh import stages_of
 from jshard.system.errors import UserError

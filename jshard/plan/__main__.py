@@ -17,9 +17,6 @@ from typing import Any
 
 import jax
 
-from jshard.config.overrides import keys_help, read_words
-from jshard.config.run_config import complete, flatten
-from jshard.config.shared_keys import FITTED
 from jshard.fit.hardware import find_constants
 from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan import topology
@@ -29,11 +26,14 @@ from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
+from jshard.recipe.config.overrides import keys_help, read_words
+from jshard.recipe.config.run_config import complete, flatten
+from jshard.recipe.config.shared_keys import FITTED
 from jshard.recipe.definition import Recipe
-from jshard.recipe.epochs import set_epochs, take_epochs
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 from jshard.recipe.recipe_path import RECIPE_OPTIONS
+from jshard.recipe.schedule.epochs import set_epochs, take_epochs
 from jshard.storage.hub.online.outputs import names_at, write_text
 from jshard.system.cli.command import run_command
 from jshard.system.cli.machine.platform import choose_platform, make_cpu_devices

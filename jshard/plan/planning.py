@@ -7,7 +7,6 @@ import time
 import jax
 from jax.extend import core
 
-from jshard.config.run_config import Config
 from jshard.fit.device_memory import usable_bytes
 from jshard.fit.expert_choice import with_experts
 from jshard.fit.hardware import FITTED, Constants, short_name
@@ -23,6 +22,7 @@ from jshard.plan.program import ATTACHED, Program, trace
 from jshard.plan.start_up import has_experts, network_axes
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_mesh
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
 from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, platform
 from jshard.system.errors import UserError

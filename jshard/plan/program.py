@@ -8,10 +8,10 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jshard.config.run_config import Config
 from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
 from jshard.sharding.layout.batch import divisor_of_examples, nearest
 from jshard.sharding.settings.mesh import (

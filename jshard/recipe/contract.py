@@ -14,8 +14,8 @@ from typing import Any
 import optax
 from flax import nnx
 
-from jshard.config.run_config import Config
-from jshard.recipe.learning_rate import by_step
+from jshard.recipe.config.run_config import Config
+from jshard.recipe.schedule.learning_rate import by_step
 from jshard.system.errors import UserError
 
 ARGUMENTS = {

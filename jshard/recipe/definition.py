@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jshard.config.run_config import Config
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.model_map import check_map, declare_source, hide_source
 from jshard.recipe.recipe_path import join_path, short_name

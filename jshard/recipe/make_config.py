@@ -5,9 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.config.overrides import override, read_words
-from jshard.config.run_config import Config, check, complete, declarations, flatten
-from jshard.config.shared_keys import DEFAULTS
+from jshard.recipe.config.overrides import override, read_words
+from jshard.recipe.config.run_config import (
+    Config,
+    check,
+    complete,
+    declarations,
+    flatten,
+)
+from jshard.recipe.config.shared_keys import DEFAULTS
 from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import IGNORED, SOURCE, require_map, take_architecture
 from jshard.storage.hub.online.download import pin, pin_mixture

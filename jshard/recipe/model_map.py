@@ -30,8 +30,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jshard.config.keys import Key
-from jshard.config.run_config import Config, declarations
+from jshard.recipe.config.keys import Key
+from jshard.recipe.config.run_config import Config, declarations
 from jshard.storage.hub import huggingface_folder as folders
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.online.download import cached_path, local_path

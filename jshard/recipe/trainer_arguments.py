@@ -10,17 +10,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jshard.config.overrides import override
-from jshard.config.run_config import Config, check, complete, epochs_in, flatten
-from jshard.config.shared_keys import REQUIRED, SHARED
 from jshard.data.iterables import Once
 from jshard.data.places import state_methods
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import Config, check, complete, epochs_in, flatten
+from jshard.recipe.config.shared_keys import REQUIRED, SHARED
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.definition import Recipe, recipe_of
-from jshard.recipe.epochs import set_epochs, take_epochs
 from jshard.recipe.load import find_recipe, load_recipe, own_folder
 from jshard.recipe.make_config import make_config, pin_names
 from jshard.recipe.recipe_path import split_path
+from jshard.recipe.schedule.epochs import set_epochs, take_epochs
 from jshard.system.cli.other_libraries import counterpart
 from jshard.system.cli.user_code import describe_user_error
 from jshard.system.errors import UserError

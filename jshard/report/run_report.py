@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from jshard.config.run_config import flatten
+from jshard.recipe.config.run_config import flatten
 from jshard.recipe.recipe_path import short_name, split_path
 from jshard.report.run_files import (
     printable,

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from jshard.config.run_config import Config
+from jshard.recipe.changes import FITTED_ON, NOTES, read_notes
+from jshard.recipe.config.run_config import Config
 from jshard.report.run_report import (
     GENERATED,
     REPORT,
@@ -24,7 +25,6 @@ from jshard.run.append import AppendedFile
 from jshard.run.lock import lock_folder
 from jshard.run.loggers.services import Loggers
 from jshard.run.metrics_lines import METRICS, NEWEST, Line, cut_back
-from jshard.run.resume import FITTED_ON, NOTES, read_notes
 from jshard.storage.checkpoint import step_folders
 from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.system.errors import Preempted, RunFailed, UserError

@@ -6,11 +6,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from jshard.config.run_config import Config, flatten
 from jshard.data.position import read_position
-from jshard.report.run_files import read_metrics
-from jshard.run.metrics_lines import Line, Metrics, look_through
-from jshard.run.resume import (
+from jshard.recipe.changes import (
     Changes,
     changed_keys,
     check_changes,
@@ -18,6 +15,9 @@ from jshard.run.resume import (
     read_config,
     read_notes,
 )
+from jshard.recipe.config.run_config import Config, flatten
+from jshard.report.run_files import read_metrics
+from jshard.run.metrics_lines import Line, Metrics, look_through
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint.frozen import source_of
 from jshard.storage.checkpoint.local import Found, LocalCopies

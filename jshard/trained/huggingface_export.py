@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jshard.config.run_config import flatten
+from jshard.recipe.config.run_config import flatten
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.model_map import SOURCE, model_of, require_map
 from jshard.storage.hub import huggingface_folder as folders

@@ -12,17 +12,17 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from jshard.config.policy_keys import make_policy
-from jshard.config.run_config import Config, complete
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.fit.memory_choice import Candidate
 from jshard.recipe import contract
 from jshard.recipe.build import Job
+from jshard.recipe.config.policy_keys import make_policy
+from jshard.recipe.config.run_config import Config, complete
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import IGNORED, SOURCE, find_map
-from jshard.run.source import find_source
+from jshard.recipe.source import find_source
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.mesh import make_mesh
 from jshard.sharding.settings.policy import Policy

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.config.run_config import Config, flatten
 from jshard.data.iterables import Stream
+from jshard.recipe.config.run_config import Config, flatten
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import own_modules
 from jshard.run.start import Start

@@ -21,7 +21,7 @@ from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
 from jshard.evaluate.in_runs import RunTasks
 from jshard.recipe import contract
-from jshard.recipe.epochs import describe_epoch
+from jshard.recipe.schedule.epochs import describe_epoch
 from jshard.run.loggers.services import check_loggers
 from jshard.run.start import Start
 from jshard.sharding.settings.state import TrainState

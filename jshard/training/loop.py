@@ -6,8 +6,8 @@ from contextlib import closing, contextmanager
 
 import jax
 
-from jshard.config.run_config import Config
 from jshard.plan.start_up import describe
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.make_config import changed_keys
 from jshard.run.bucket import Copying
 from jshard.run.lock import check_unlocked

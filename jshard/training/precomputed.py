@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.config.run_config import Config
 from jshard.data.batches import batches, complete, eval_batches
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
+from jshard.recipe.config.run_config import Config
 from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard.config.run_config import Config
 from jshard.data.batches import Batch
 from jshard.data.position import position_files, read_position
 from jshard.data.stream_reader import StreamState
@@ -17,9 +16,10 @@ from jshard.fit.expert_choice import with_experts
 from jshard.fit.fitted import fitted_on, make_fitted_job
 from jshard.recipe import contract
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
+from jshard.recipe.source import Source, find_source
 from jshard.run.bucket import RunInBucket
-from jshard.run.source import Source, find_source
 from jshard.run.start import Start, find_start
 from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.layout.capacity import check_capacity

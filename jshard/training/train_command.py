@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from jshard.config.overrides import keys_help
-from jshard.config.run_config import complete
-from jshard.recipe.epochs import set_epochs, take_epochs
+from jshard.recipe.config.overrides import keys_help
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
+from jshard.recipe.schedule.epochs import set_epochs, take_epochs
 from jshard.run.bucket import open_workdir
 from jshard.system.cli.machine.platform import (
     cache_compilations,

@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.config.policy_keys import write_policy
-from jshard.config.run_config import Config
 from jshard.data.dataset import as_dataset, as_sets, make_training_data
+from jshard.recipe.config.policy_keys import write_policy
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.report.run_files import read_metrics
 from jshard.report.run_report import REPORT

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jshard.config.run_config import flatten
+from jshard.recipe.config.run_config import flatten
 from jshard.recipes import finetune, preference
 from jshard.system.cli.other_libraries import answers_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.config.shared_keys import SHARED
+from jshard.recipe.config.shared_keys import SHARED
 from jshard.system.cli.commands import COMMANDS
 
 REPOSITORY = Path(__file__).parents[2]

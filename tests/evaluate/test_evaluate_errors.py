@@ -11,11 +11,11 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.run_config import check, complete
 from jshard.evaluate.__main__ import run_evaluate
 from jshard.evaluate.in_runs import RunTasks
 from jshard.evaluate.tasks import load_tasks
 from jshard.models.gpt import GPT, GPTConfig
+from jshard.recipe.config.run_config import check, complete
 from jshard.system.errors import UserError
 from tiny_llama import CONFIG
 

@@ -9,8 +9,6 @@ import jax
 import pytest
 
 import jshard
-from jshard.config.overrides import override
-from jshard.config.run_config import check, complete
 from jshard.fit import fitted as fitted_job
 from jshard.fit.device_memory import (
     compiled_bytes,
@@ -21,6 +19,8 @@ from jshard.fit.fitted import make_fitted_job
 from jshard.fit.memory_choice import Candidate, Traced, candidates, fit
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import check, complete
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.layout.capacity import state_bytes
 from jshard.system.jobs.peers import Peers

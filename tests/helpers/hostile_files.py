@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from damaged_files import PLACES, VALUES, _adapted, changed_bytes, changed_json
-from jshard.config.run_config import complete
 from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import FORMATS, EncodedImage
+from jshard.recipe.changes import read_notes
+from jshard.recipe.config.run_config import complete
 from jshard.report.run_report import write_report
-from jshard.run.resume import read_notes
 from jshard.run.start import find_start
 from jshard.storage.checkpoint.buckets import step_list
 from jshard.storage.checkpoint.checkpointer import Checkpointer

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from jshard.config.overrides import override
-from jshard.config.run_config import check, complete
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import check, complete
 from jshard.recipe.load import open_recipe
 from jshard.system.jobs.peers import Peers
 from jshard.training.trainer import Trainer

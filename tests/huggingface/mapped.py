@@ -24,7 +24,7 @@ RECIPE = (
 import types
 
 from jshard.storage.hub.file_tensor import FileTensor
-from jshard.config.keys import Key
+from jshard.recipe.config.keys import Key
 
 KEYS = {"layers": "num_layers", "width": "hidden_size", "experts": "num_experts",
         "eps": "norm_eps"}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jshard.config.overrides import override
-from jshard.config.run_config import complete
 from jshard.fit.device_memory import compiled_bytes, step_bytes
 from jshard.plan import has_plugin
 from jshard.plan.program import trace
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.layout.capacity import state_bytes
 

@@ -11,8 +11,6 @@ from ml_collections import ConfigDict
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
-from jshard.config.overrides import override
-from jshard.config.run_config import complete
 from jshard.fit.device_memory import compiled_bytes
 from jshard.fit.hardware import GPUS, STATED
 from jshard.plan.search.acquisition import Choice
@@ -34,6 +32,8 @@ from jshard.plan.search.estimates import (
 )
 from jshard.plan.search.outcomes import Outcome, pareto
 from jshard.plan.topology import parse
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import complete
 from jshard.sharding.settings.mesh import AXES, BATCH
 
 

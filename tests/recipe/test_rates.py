@@ -12,7 +12,7 @@ import jshard
 from jshard.recipe import contract
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
-from jshard.recipe.rates import rate_schedule
+from jshard.recipe.schedule.rates import rate_schedule
 
 PEAK = 2e-3
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import jshard
-from jshard.config.run_config import complete
 from jshard.recipe import recipe_path as recipes
 from jshard.recipe.build import make_job
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.system.errors import UserError
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jshard.config.run_config import complete
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import find_recipe, open_recipe
 
 TEXT = "Der Hund schläft. " * 40

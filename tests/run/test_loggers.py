@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jshard.config.run_config import complete
+from jshard.recipe.config.run_config import complete
 from jshard.run.loggers import services
 from jshard.run.metrics import RunFolder
 from jshard.system.errors import UserError

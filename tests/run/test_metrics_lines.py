@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from jobs import environment
-from jshard.config.run_config import complete
+from jshard.recipe.config.run_config import complete
 from jshard.report.run_files import read_metrics
 from jshard.run.append import AppendedFile
 from jshard.run.metrics import RunFolder

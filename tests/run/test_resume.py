@@ -12,18 +12,18 @@ import pytest
 from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
-from jshard.config.run_config import complete
-from jshard.report.run_files import read_metrics
-from jshard.run.append import AppendedFile
-from jshard.run.lock import lock_folder
-from jshard.run.metrics import RunFolder
-from jshard.run.resume import (
+from jshard.recipe.changes import (
     ABSENT,
     changed_keys,
     check_changes,
     describe_changes,
     read_config,
 )
+from jshard.recipe.config.run_config import complete
+from jshard.report.run_files import read_metrics
+from jshard.run.append import AppendedFile
+from jshard.run.lock import lock_folder
+from jshard.run.metrics import RunFolder
 from jshard.run.start import find_start
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.jobs.log import Log

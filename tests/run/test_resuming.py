@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 
 import jshard
 from checkpoints import data_file, flip_bit
-from jshard.config.overrides import override
-from jshard.config.run_config import complete
 from jshard.data.position import read_position
 from jshard.export import export
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import open_recipe
 from jshard.run.lock import lock_folder
 from jshard.run.metrics_lines import cut_back

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.config.run_config import complete
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import open_recipe
 from jshard.run.start import Start
 from jshard.system.jobs.peers import Peers

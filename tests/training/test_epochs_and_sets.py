@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 import jshard
 from jshard.data.dataset import as_dataset, as_sets, rows_of_epoch
 from jshard.data.images.image_data import mixup
-from jshard.recipe.epochs import describe_epoch, take_epochs
+from jshard.recipe.schedule.epochs import describe_epoch, take_epochs
 from jshard.storage.checkpoint.selected.best_step import best_of
 from jshard.system.errors import UserError
 

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import jshard
-from jshard.config.run_config import complete
 from jshard.data.dataset import as_dataset
+from jshard.recipe.config.run_config import complete
 from jshard.training.callbacks.evaluation import _agreed, prepare_evaluation
 from processes import Processes
 from resumable import RECIPE, train

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 import jshard
 import resumable
-from jshard.config.profiled_steps import profiled_steps
+from jshard.recipe.config.profiled_steps import profiled_steps
 from jshard.run.progress import ProgressDisplay
 from jshard.sharding.settings import scopes
 from jshard.system.errors import Interrupted, UserError

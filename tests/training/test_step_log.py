@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jshard
-from jshard.recipe import learning_rate as schedule
+from jshard.recipe.schedule import learning_rate as schedule
 from jshard.run.background import Background
 from jshard.system.errors import UserError
 from jshard.training import throughput

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 import resumable
-from jshard.config.run_config import check, complete
+from jshard.recipe.config.run_config import check, complete
 from jshard.recipe.load import open_recipe
 from jshard.run import metrics
 from jshard.storage.checkpoint.restore import find_damage

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jshard
 from failures import WORDS
 from jobs import Job, write_recipe
-from jshard.run.source import Source
+from jshard.recipe.source import Source
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.restore import CHECKPOINTS, find_damage
 from jshard.storage.checkpoint.step_folders import find_steps

@@ -6,7 +6,6 @@ docs/plan.md has the schemas.
 import dataclasses
 from typing import Any
 
-from jshard.config.run_config import flatten
 from jshard.fit.hardware import FITTED
 from jshard.plan.cost.assumptions import assumptions
 from jshard.plan.cost.phases import Phases
@@ -15,6 +14,7 @@ from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
+from jshard.recipe.config.run_config import flatten
 from jshard.system.compat.versions import versions
 
 SCHEMA = 2

@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jshard.config.run_config import Config, flatten
-from jshard.config.shared_keys import FIT
 from jshard.fit.hardware import GPU
+from jshard.recipe.config.run_config import Config, flatten
+from jshard.recipe.config.shared_keys import FIT
 from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.settings.policy import POLICIES
 from jshard.system.errors import UserError

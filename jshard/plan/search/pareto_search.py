@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.config.policy_keys import make_policy
-from jshard.config.run_config import Config
 from jshard.fit.hardware import GPU, find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
@@ -43,6 +41,8 @@ from jshard.plan.search.outcomes import Outcome, Search
 from jshard.plan.search.process_pool import Replies, Task, run_tasks
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.config.policy_keys import make_policy
+from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jshard.config.run_config import Config, flatten
+from jshard.recipe.config.run_config import Config, flatten
 from jshard.run.background import PATIENCE, Background
 from jshard.system.errors import UserError
 

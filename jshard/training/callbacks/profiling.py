@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import jax
 
-from jshard.config.profiled_steps import profiled_steps
+from jshard.recipe.config.profiled_steps import profiled_steps
 from jshard.run.progress import ProgressDisplay
 from jshard.system.formatting import format_duration
 from jshard.training.prepared_run import PreparedRun

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import jax
 
-from jshard.config.profiled_steps import profiled_steps
+from jshard.recipe.config.profiled_steps import profiled_steps
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.run.start import STOPPED

@@ -24,8 +24,8 @@ from decoder import (
     values_like,
 )
 from filled import filled
-from jshard.config.run_config import check as check_config
-from jshard.config.run_config import complete
+from jshard.recipe.config.run_config import check as check_config
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.update.bf16_moments import Bf16MomentsState
 from jshard.storage.checkpoint.restore import restore_state

@@ -14,8 +14,8 @@ from ml_collections import ConfigDict
 import hlo
 import jshard
 import parity
-from jshard.config.overrides import override
-from jshard.config.run_config import complete
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import complete
 from jshard.sharding.update import ema
 
 OPTIMIZER = optax.sgd(0.5, momentum=0.9)

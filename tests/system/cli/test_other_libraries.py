@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jshard.config.overrides import read_words
-from jshard.config.run_config import complete, declarations
+from jshard.recipe.config.overrides import read_words
+from jshard.recipe.config.run_config import complete, declarations
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.system.cli.commands import COMMANDS

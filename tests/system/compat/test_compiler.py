@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 
 import jshard
-from jshard.config.policy_keys import parse_options
-from jshard.config.run_config import complete
 from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.config.policy_keys import parse_options
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.system.compat import xla_options
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example
 from hypothesis import strategies as st
 
-from jshard.config.overrides import override
-from jshard.config.run_config import check, flatten
+from jshard.recipe.config.overrides import override
+from jshard.recipe.config.run_config import check, flatten
 from jshard.system.cli.knob import Knob
 from jshard.system.errors import UserError
 

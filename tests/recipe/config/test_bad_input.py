@@ -19,10 +19,16 @@ import jshard.plan.topology
 import jshard.tokenize
 import jshard.train
 from jobs import environment
-from jshard.config.overrides import override, read_words
-from jshard.config.run_config import SHARED, check, complete, declarations, flatten
 from jshard.data.text.text_data import text_data
 from jshard.data.tokenizers.tokenizer import load_tokenizer
+from jshard.recipe.config.overrides import override, read_words
+from jshard.recipe.config.run_config import (
+    SHARED,
+    check,
+    complete,
+    declarations,
+    flatten,
+)
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.recipe_path import packaged_recipes
 from jshard.system.cli.knob import Knob

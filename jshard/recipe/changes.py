@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.config.run_config import MEANING, Config, flatten, is_within
+from jshard.recipe.config.run_config import MEANING, Config, flatten, is_within
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_json
 

@@ -4,8 +4,8 @@ import math
 
 import optax
 
-from jshard.config.keys import Key
-from jshard.config.run_config import Config
+from jshard.recipe.config.keys import Key
+from jshard.recipe.config.run_config import Config
 from jshard.system.errors import UserError
 
 SCHEDULES = ("cosine", "cosine_with_restarts", "linear", "constant", "wsd")

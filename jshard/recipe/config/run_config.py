@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict, FieldReference
 
-from jshard.config.keys import Key
-from jshard.config.profiled_steps import profile_problem
-from jshard.config.shared_keys import (
+from jshard.recipe.config.keys import Key
+from jshard.recipe.config.profiled_steps import profile_problem
+from jshard.recipe.config.shared_keys import (
     COMMON,
     DEFAULTS,
     MOST_STEPS,

@@ -7,9 +7,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jshard.config.run_config import Config, check, epochs_in
-from jshard.config.shared_keys import MOST_STEPS
 from jshard.data.dataset import make_training_data, rows_of_epoch
+from jshard.recipe.config.run_config import Config, check, epochs_in
+from jshard.recipe.config.shared_keys import MOST_STEPS
 from jshard.recipe.definition import Recipe
 from jshard.system.errors import UserError
 

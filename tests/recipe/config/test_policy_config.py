@@ -4,9 +4,9 @@ import pytest
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.config.overrides import override, read_words
-from jshard.config.policy_keys import make_policy
-from jshard.config.run_config import complete
+from jshard.recipe.config.overrides import override, read_words
+from jshard.recipe.config.policy_keys import make_policy
+from jshard.recipe.config.run_config import complete
 
 
 def policy(**given: str) -> jshard.Policy:

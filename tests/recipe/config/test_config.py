@@ -6,9 +6,9 @@ import pickle
 import pytest
 from ml_collections import ConfigDict
 
-from jshard.config.keys import Key
-from jshard.config.overrides import keys_help, override, read_words
-from jshard.config.run_config import check, complete, declarations, flatten
+from jshard.recipe.config.keys import Key
+from jshard.recipe.config.overrides import keys_help, override, read_words
+from jshard.recipe.config.run_config import check, complete, declarations, flatten
 from jshard.system.errors import UserError
 
 

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from jshard.config.run_config import Config
+from jshard.recipe.config.run_config import Config
 from jshard.sharding.settings.policy import POLICIES, Names, Offload, Policy, UnitPolicy
 from jshard.sharding.settings.precision import Precision
 from jshard.system.cli.knob import Knob, knobs

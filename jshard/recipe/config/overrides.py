@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.config.run_config import Config, declarations, flatten
-from jshard.config.shared_keys import DEFAULTS, REQUIRED, SHARED
+from jshard.recipe.config.run_config import Config, declarations, flatten
+from jshard.recipe.config.shared_keys import DEFAULTS, REQUIRED, SHARED
 from jshard.system.cli.knob import Knob
 from jshard.system.cli.options import check_value, explained, read_value
 from jshard.system.cli.other_libraries import counterpart

@@ -3,7 +3,7 @@
 import pytest
 from ml_collections import ConfigDict, config_dict
 
-from jshard.config.run_config import complete
+from jshard.recipe.config.run_config import complete
 
 
 @pytest.fixture
