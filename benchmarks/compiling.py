@@ -23,11 +23,11 @@ import gspmd
 import jshard
 from gspmd_experts import use_dropping
 from gspmd_float8 import use_float8
-from jshard.fit.hardware import STATED, Constants
 from jshard.plan import compile_for, devices, hlo, tracing_for
 from jshard.plan.cost.streams import COLLECTIVES
 from jshard.plan.cost.timeline import replay
 from jshard.plan.cost.traffic import Traffic, count
+from jshard.plan.fit.hardware import STATED, Constants
 from jshard.plan.topology import parse
 
 # Of jshard's Policy, as the Llama recipes up to 70B have it.

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiling import known, make_mesh, trace
-from jshard.fit.hardware import FITTED, GPU, STATED, Constants
 from jshard.plan import hlo
 from jshard.plan.cost.timeline import replay
+from jshard.plan.fit.hardware import FITTED, GPU, STATED, Constants
 from jshard.plan.hlo.program_text import Module
 from jshard.plan.topology import parse
 from kit import calibration, fitting

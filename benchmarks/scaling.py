@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from compiling import Row, compile_row
-from jshard.fit.hardware import STATED
 from jshard.plan import GPUS
+from jshard.plan.fit.hardware import STATED
 from jshard.system.pages.charts import Axes, element
 from kit.pictures import picture
 

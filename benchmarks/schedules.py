@@ -25,7 +25,7 @@ import jax
 
 import gspmd
 from compiling import STRATEGIES, UNROLLED, Row, compile_row, make_mesh, trace
-from jshard.fit.hardware import Constants, find_constants
+from jshard.plan.fit.hardware import Constants, find_constants
 
 GIB = 2**30
 HEADS = [

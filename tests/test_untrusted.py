@@ -26,7 +26,7 @@ from damaged_files import (
 )
 from hostile_files import CONTENT_READERS, SLOW_READERS
 from jshard.data.text import token_writer
-from jshard.fit.hardware import find_constants
+from jshard.plan.fit.hardware import find_constants
 from jshard.plan.search.result_cache import read_result
 from jshard.storage.checkpoint import manifest
 from jshard.storage.checkpoint.local.copy_files import Label

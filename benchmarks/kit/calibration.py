@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jshard.fit.hardware import GPU, Constants
 from jshard.plan.cost.kernel_work import LIMITS
 from jshard.plan.cost.streams import COMPUTE
 from jshard.plan.cost.timeline import Timeline
+from jshard.plan.fit.hardware import GPU, Constants
 
 # Bounds of shares, physical ones: no kernel exceeds its peak, and none that trains a
 # large model has been seen below a quarter of it.

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from jshard.fit.hardware import GPU, GPUS
+from jshard.plan.fit.hardware import GPU, GPUS
 
 # What the shares are of, where there is no card (--tiny): any would do.
 _TINY = "h200"

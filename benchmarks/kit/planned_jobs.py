@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from jshard.fit.hardware import STATED, Constants, find_constants
 from jshard.plan.cost.timeline import replay
+from jshard.plan.fit.hardware import STATED, Constants, find_constants
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
 from jshard.recipe.load import find_recipe, open_recipe

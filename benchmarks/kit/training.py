@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jshard.data.batches import batches
-from jshard.fit.device_memory import compiled_bytes
-from jshard.fit.hardware import peak_flops
+from jshard.plan.fit.device_memory import compiled_bytes
+from jshard.plan.fit.hardware import peak_flops
 from jshard.plan.program import Program, trace
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe

@@ -7,7 +7,7 @@ package.
 Data flows through its modules in this order, and imports go the other way:
 
 - ``topology``, ``program``: traces and compiles a recipe's step for a GPU known by its
-  figures (``jshard.fit.hardware``);
+  figures (``jshard.plan.fit.hardware``);
 - ``hlo``: parses the compiled program's text;
 - ``cost``: the cost of its instructions, when each runs, and what they send;
 - ``memory``: XLA's buffers at the peak, by part;
@@ -16,7 +16,7 @@ Data flows through its modules in this order, and imports go the other way:
 - ``output``: text, JSON, a trace, a page; and ``__main__``, the command.
 """
 
-from jshard.fit.hardware import GPU, GPUS
+from jshard.plan.fit.hardware import GPU, GPUS
 from jshard.plan.start_up import describe
 from jshard.plan.topology import compile_for, devices, has_plugin, tracing_for
 

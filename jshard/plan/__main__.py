@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 
-from jshard.fit.hardware import find_constants
-from jshard.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
+from jshard.plan.fit.hardware import find_constants
+from jshard.plan.fit.memory_choice import DoesNotFit, is_open
 from jshard.plan.output import plan_json, plan_page, plan_text, search_text
 from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu

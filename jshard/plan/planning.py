@@ -7,15 +7,15 @@ import time
 import jax
 from jax.extend import core
 
-from jshard.fit.device_memory import usable_bytes
-from jshard.fit.expert_choice import with_experts
-from jshard.fit.hardware import FITTED, Constants, short_name
-from jshard.fit.memory_choice import Traced, check_stages, fit, is_open
 from jshard.plan import hlo
 from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX, MXFP8, NVFP4
 from jshard.plan.cost.ticks import Pipeline, pipeline_of
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
+from jshard.plan.fit.device_memory import usable_bytes
+from jshard.plan.fit.expert_choice import with_experts
+from jshard.plan.fit.hardware import FITTED, Constants, short_name
+from jshard.plan.fit.memory_choice import Traced, check_stages, fit, is_open
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory.breakdown import Memory, memory
 from jshard.plan.program import ATTACHED, Program, trace

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 from jax.sharding import Mesh
 
-from jshard.fit.hardware import FITTED, GPU, GPUS, Constants
+from jshard.plan.fit.hardware import FITTED, GPU, GPUS, Constants
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.config.run_config import Config

@@ -13,7 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
-from jshard.fit.memory_choice import Candidate
+from jshard.plan.fit.memory_choice import Candidate
 from jshard.recipe import contract
 from jshard.recipe.build import Job
 from jshard.recipe.config.policy_keys import make_policy

@@ -12,8 +12,8 @@ from jshard.data.batches import Batch
 from jshard.data.position import position_files, read_position
 from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import read_state, state_files
-from jshard.fit.expert_choice import with_experts
-from jshard.fit.fitted import fitted_on, make_fitted_job
+from jshard.plan.fit.expert_choice import with_experts
+from jshard.plan.fit.fitted import fitted_on, make_fitted_job
 from jshard.recipe import contract
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.config.run_config import Config

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jshard.data.examples import count_items, count_rows
-from jshard.fit.hardware import peak_flops
+from jshard.plan.fit.hardware import peak_flops
 from jshard.sharding.layout.batch import rows_of_process
 
 

@@ -18,7 +18,6 @@ from test_generation import make_model as small_model
 import hlo
 import jshard
 from h100 import h100s
-from jshard.fit.hardware import GPUS
 from jshard.generation import Generator, Sampling
 from jshard.generation.decoding import Rows, decode_steps
 from jshard.generation.weight_placement import sharded
@@ -26,6 +25,7 @@ from jshard.models.gpt import GPT, GPTConfig
 from jshard.plan import hlo as programs
 from jshard.plan import tracing_for
 from jshard.plan.cost.kernel_work import work
+from jshard.plan.fit.hardware import GPUS
 
 LAYERS, TOKENS, SLOTS = 4, 3, 4096
 

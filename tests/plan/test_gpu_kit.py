@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import jshard
-from jshard.fit.device_memory import compiled_bytes
-from jshard.fit.hardware import GPUS, find_constants
 from jshard.plan import compile_for, devices, has_plugin, hlo, tracing_for
 from jshard.plan.cost.traffic import count
+from jshard.plan.fit.device_memory import compiled_bytes
+from jshard.plan.fit.hardware import GPUS, find_constants
 from jshard.sharding.settings.mesh import BATCH
 from kit import check, fitting, jax_peer, jobs, kernels, peers, planned_jobs  # pyright: ignore[reportMissingImports]
 from kit.machine import Machine, find_machine  # pyright: ignore[reportMissingImports]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jshard.fit.device_memory import compiled_bytes, step_bytes
 from jshard.plan import has_plugin
+from jshard.plan.fit.device_memory import compiled_bytes, step_bytes
 from jshard.plan.program import trace
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import complete

@@ -6,10 +6,10 @@ import json
 import pytest
 
 import jshard
-from jshard.fit.hardware import FITTED, GPUS, STATED, find_constants
 from jshard.plan.cost.assumptions import assumed, assumptions
 from jshard.plan.cost.kernel_work import Work, work
 from jshard.plan.cost.transfers import Transfer
+from jshard.plan.fit.hardware import FITTED, GPUS, STATED, find_constants
 from jshard.plan.hlo.program_text import parse
 
 H100 = dataclasses.replace(GPUS["h100"], constants=STATED)

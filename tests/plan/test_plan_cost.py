@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from jshard.fit.hardware import GPUS, STATED
 from jshard.plan.cost import nccl
 from jshard.plan.cost.assumptions import assumed, assumptions
 from jshard.plan.cost.nccl import POST, RINGS, SIMPLE, TREES
 from jshard.plan.cost.timeline import replay
 from jshard.plan.cost.transfers import Transfer, transfer
+from jshard.plan.fit.hardware import GPUS, STATED
 from jshard.plan.hlo.program_text import parse
 from jshard.plan.topology import parse as parse_topology
 

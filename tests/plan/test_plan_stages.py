@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.fit.hardware import FITTED, GPUS
 from jshard.plan import hlo
 from jshard.plan.cost.nccl import SIMPLE
 from jshard.plan.cost.streams import COLLECTIVES
 from jshard.plan.cost.ticks import Pipeline, pipeline_of
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import count
+from jshard.plan.fit.hardware import FITTED, GPUS
 from jshard.plan.hlo.program_text import BACKWARD, FORWARD, direction
 from jshard.plan.output import schedule_picture
 from jshard.sharding.pipeline.schedule import bubble, one_forward_one_backward

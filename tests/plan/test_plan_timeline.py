@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from jshard.fit.hardware import FITTED, GPUS
 from jshard.plan import hlo
 from jshard.plan.cost.nccl import RINGS, TREES
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.streams import Event
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import NETWORK, count
+from jshard.plan.fit.hardware import FITTED, GPUS
 from jshard.plan.output.plan_json import trace
 from jshard.plan.topology import parse
 

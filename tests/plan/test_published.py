@@ -8,9 +8,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from jshard.fit.hardware import GPUS, STATED
 from jshard.plan import hlo
 from jshard.plan.cost.timeline import replay
+from jshard.plan.fit.hardware import GPUS, STATED
 from kit import fitting  # pyright: ignore[reportMissingImports]
 from kit.calibration import (  # pyright: ignore[reportMissingImports]
     LEAST,

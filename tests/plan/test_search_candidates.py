@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
-from jshard.fit.device_memory import compiled_bytes
-from jshard.fit.hardware import GPUS, STATED
+from jshard.plan.fit.device_memory import compiled_bytes
+from jshard.plan.fit.hardware import GPUS, STATED
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,

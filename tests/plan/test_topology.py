@@ -7,8 +7,8 @@ import pytest
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
-from jshard.fit.hardware import peak_flops, short_name
 from jshard.plan import GPUS, devices, has_plugin
+from jshard.plan.fit.hardware import peak_flops, short_name
 from jshard.plan.topology import parse
 from jshard.sharding.settings.mesh import BATCH
 

@@ -18,7 +18,7 @@ from tensorboardX.proto.event_pb2 import Event
 import jshard
 from checkpoints import small_disk
 from jshard.data.examples import count_items
-from jshard.fit.hardware import peak_flops
+from jshard.plan.fit.hardware import peak_flops
 from jshard.run.append import AppendedFile
 from jshard.run.metrics import RunFolder
 from jshard.system.errors import RunFailed, UserError

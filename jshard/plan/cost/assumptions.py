@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from jshard.fit.hardware import FITTED, Constants
 from jshard.plan.cost import nccl
+from jshard.plan.fit.hardware import FITTED, Constants
 
 
 def assumptions(constants: Constants = FITTED) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jshard.fit.hardware import FP4, GPU
 from jshard.plan.cost import convolution
+from jshard.plan.fit.hardware import FP4, GPU
 from jshard.plan.hlo import Computation, Instruction, Module
 
 # Kinds of kernels that no roofline describes, followed by the custom call's target:

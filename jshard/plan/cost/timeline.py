@@ -17,12 +17,12 @@ import collections
 import dataclasses
 import math
 
-from jshard.fit.hardware import GPU
 from jshard.plan.cost import streams
 from jshard.plan.cost.kernel_work import UNKNOWN, work
 from jshard.plan.cost.streams import COLLECTIVES, COMPUTE, Device, Event, Gap, Loops
 from jshard.plan.cost.ticks import Cell, Pipeline, is_switch
 from jshard.plan.cost.transfers import transfer
+from jshard.plan.fit.hardware import GPU
 from jshard.plan.hlo import Computation, Instruction, Module
 
 # Instructions that take no time: names for values, not kernels.

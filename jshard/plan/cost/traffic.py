@@ -14,9 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jshard.fit.hardware import GPU
 from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.transfers import Transfer, transfer
+from jshard.plan.fit.hardware import GPU
 from jshard.plan.hlo import Computation, Instruction, Module
 from jshard.sharding.layout.capacity import shard_size
 from jshard.sharding.layout.layer_dims import layer_dims

@@ -9,8 +9,8 @@ import collections
 import math
 from typing import NamedTuple
 
-from jshard.fit.hardware import GPU
 from jshard.plan.cost import nccl
+from jshard.plan.fit.hardware import GPU
 from jshard.plan.hlo import Computation, Instruction, Module
 
 _ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")

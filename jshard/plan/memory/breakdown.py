@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jshard.fit.device_memory import compiled_bytes
-from jshard.fit.hardware import GPU
+from jshard.plan.fit.device_memory import compiled_bytes
+from jshard.plan.fit.hardware import GPU
 from jshard.plan.hlo import direction
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory import buffer_contents as contents

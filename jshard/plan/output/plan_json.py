@@ -6,12 +6,12 @@ docs/plan.md has the schemas.
 import dataclasses
 from typing import Any
 
-from jshard.fit.hardware import FITTED
 from jshard.plan.cost.assumptions import assumptions
 from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.streams import STREAMS, Event
 from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.timeline import Timeline
+from jshard.plan.fit.hardware import FITTED
 from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
 from jshard.recipe.config.run_config import flatten

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jshard.fit.hardware import GPU
+from jshard.plan.fit.hardware import GPU
 from jshard.recipe.config.run_config import Config, flatten
 from jshard.recipe.config.shared_keys import FIT
 from jshard.sharding.pipeline.schedule import bubble

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.fit.hardware import GPU, overlapped
+from jshard.plan.fit.hardware import GPU, overlapped
 from jshard.plan.program import Program
 from jshard.plan.start_up import equations, product_flops
 from jshard.sharding.layout.capacity import shard_bytes, state_bytes

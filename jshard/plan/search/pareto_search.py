@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard.fit.hardware import GPU, find_constants
+from jshard.plan.fit.hardware import GPU, find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (

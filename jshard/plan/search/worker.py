@@ -16,11 +16,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from jshard.fit.device_memory import compiled_bytes
-from jshard.fit.hardware import Constants, find_constants
 from jshard.plan import hlo
 from jshard.plan.cost.ticks import pipeline_of
 from jshard.plan.cost.timeline import replay
+from jshard.plan.fit.device_memory import compiled_bytes
+from jshard.plan.fit.hardware import Constants, find_constants
 from jshard.plan.program import trace
 from jshard.plan.search.result_cache import program_key, read_result, write_result
 from jshard.recipe.definition import Recipe

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 
 import jshard
 from h100 import h100s
-from jshard.fit.hardware import GPUS
 from jshard.plan import hlo, tracing_for
 from jshard.plan.cost.kernel_work import work
 from jshard.plan.cost.timeline import replay
 from jshard.plan.cost.transfers import Transfer, transfer
+from jshard.plan.fit.hardware import GPUS
 from jshard.recipes import llama
 from jshard.sharding.settings.mesh import BATCH
 

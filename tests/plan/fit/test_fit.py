@@ -9,14 +9,14 @@ import jax
 import pytest
 
 import jshard
-from jshard.fit import fitted as fitted_job
-from jshard.fit.device_memory import (
+from jshard.plan.fit import fitted as fitted_job
+from jshard.plan.fit.device_memory import (
     compiled_bytes,
     step_bytes,
     usable_bytes,
 )
-from jshard.fit.fitted import make_fitted_job
-from jshard.fit.memory_choice import Candidate, Traced, candidates, fit
+from jshard.plan.fit.fitted import make_fitted_job
+from jshard.plan.fit.memory_choice import Candidate, Traced, candidates, fit
 from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.config.overrides import override

@@ -13,7 +13,7 @@ import pathlib
 
 import jax
 
-from jshard.fit import fitted as fitted_job
+from jshard.plan.fit import fitted as fitted_job
 from jshard.recipes.gpt import *
 
 fit, memory = fitted_job.fit, (2**40, 6 * 2**20)

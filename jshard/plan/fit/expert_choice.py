@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
-from jshard.fit.memory_choice import Candidate, is_open
+from jshard.plan.fit.memory_choice import Candidate, is_open
 from jshard.plan.start_up import traffic
 from jshard.recipe.config.run_config import Config
 from jshard.recipe.config.shared_keys import FIT

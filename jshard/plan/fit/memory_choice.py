@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.fit.device_memory import step_bytes
-from jshard.fit.hardware import GPUS, overlapped
+from jshard.plan.fit.device_memory import step_bytes
+from jshard.plan.fit.hardware import GPUS, overlapped
 from jshard.plan.start_up import product_flops, traffic
 from jshard.recipe.config.run_config import Config, flatten
 from jshard.recipe.config.shared_keys import FIT, FITTED

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard.fit.device_memory import compiled_bytes, usable_bytes
-from jshard.fit.memory_choice import (
+from jshard.plan.fit.device_memory import compiled_bytes, usable_bytes
+from jshard.plan.fit.memory_choice import (
     Candidate,
     Traced,
     check_stages,

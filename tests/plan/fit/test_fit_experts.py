@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import jshard
-from jshard.fit.expert_choice import with_experts
+from jshard.plan.fit.expert_choice import with_experts
 from jshard.plan.start_up import traffic
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.load import find_recipe, open_recipe
