@@ -299,7 +299,7 @@ def evaluate(session: nox.Session) -> None:
     environment(session, DEV, TORCH)
     names = "lm_eval datasets accelerate"
     python = environment(session, DEV, ".[dev,evaluate-test]", show=names)
-    pytest(session, python, "-n 0 -m '' tests/evaluate", env=OFFLINE)
+    pytest(session, python, "-n 0 -m '' tests/inference/evaluate", env=OFFLINE)
     pytest(session, python, f"{PAGES} -k evaluate")
 
 

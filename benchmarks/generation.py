@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from jshard.generation import Generator, Sampling
-from jshard.trained.trained_model import open_model
+from jshard.inference.generation import Generator, Sampling
+from jshard.inference.trained.trained_model import open_model
 
 PROMPTS = [
     "The capital of France is",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jshard import nn as nn
     from jshard import optim as optim
     from jshard import training as training
-    from jshard.generation.generator import generate as generate
+    from jshard.inference.generation.generator import generate as generate
     from jshard.nn.dropout import Dropout as Dropout
     from jshard.sharding.collectives.reduce import pmean as pmean
     from jshard.sharding.settings.loss import Loss as Loss

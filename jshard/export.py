@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from jshard.inference.trained.huggingface_export import find_model, write_companions
 from jshard.storage.checkpoint import frozen, metadata
 from jshard.storage.checkpoint.restore import find_step
 from jshard.storage.checkpoint.selected.run_address import find_run
@@ -33,7 +34,6 @@ from jshard.system.cli.paths import is_remote
 from jshard.system.cli.terminal import show
 from jshard.system.errors import RunFailed, UserError, is_disk_full
 from jshard.system.formatting import one_line
-from jshard.trained.huggingface_export import find_model, write_companions
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 FORMATS = ("jshard", "huggingface", "timm", "peft")

@@ -1,6 +1,6 @@
 """Continues prompts: `python -m jshard.generate --model=RUN_OR_DIR --prompt=TEXT`."""
 
-from jshard.trained.generate_command import main
+from jshard.inference.trained.generate_command import main
 
 if __name__ == "jshard.generate":
     # Python would put this module in place of the function of its name.

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.generation.prompts import context_length, is_encoder_decoder
-from jshard.generation.scoring import scores
-from jshard.generation.weight_placement import Placement, sharded
+from jshard.inference.generation.prompts import context_length, is_encoder_decoder
+from jshard.inference.generation.scoring import scores
+from jshard.inference.generation.weight_placement import Placement, sharded
+from jshard.inference.trained.model_command import MODEL_OPTIONS, started
 from jshard.system.cli.command import read_text, run_command
 from jshard.system.cli.options import Command, Option
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
-from jshard.trained.model_command import MODEL_OPTIONS, started
 
 _COUNT: dict[str, Any] = {"kind": int, "at_least": 1, "at_most": 10**9}
 COMMAND = Command(

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 import jshard
-from jshard.generation.weights_first import head_product
+from jshard.inference.generation.weights_first import head_product
 from jshard.sharding.axes.tensor import with_all_columns
 
 

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.generation import continue_prompts as generate  # noqa: F401  # recipes have it
-from jshard.generation import kv_cache
+from jshard.inference.generation import continue_prompts as generate  # noqa: F401  # recipes have it
+from jshard.inference.generation import kv_cache
 from jshard.models.decoder import Decoder, Features
 from jshard.models.layers import (
     check_heads,

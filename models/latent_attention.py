@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.generation import kv_cache
+from jshard.inference.generation import kv_cache
 from jshard.models.layers import linear, residual_std, rms_norm
 from jshard.models.llama_attention import Attention, Stream
 from jshard.models.llama_config import LlamaConfig

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.generation.kv_cache import KVCache, LatentCache
+from jshard.inference.generation.kv_cache import KVCache, LatentCache
 from jshard.models.decoder import Decoder, Features
 from jshard.models.latent_attention import LatentAttention
 from jshard.models.layers import embedding, linear, residual_std, rms_norm

@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.generation import kv_cache
+from jshard.inference.generation import kv_cache
 from jshard.models.layers import linear, residual_std, rms_norm
 from jshard.models.llama_config import LlamaConfig
 from jshard.models.rope import Rope, rotate_some

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jshard.generation import kv_cache
+from jshard.inference.generation import kv_cache
 from jshard.models.layers import linear
 from jshard.models.t5_config import T5Config
 

@@ -26,6 +26,7 @@ from damaged_files import (
 )
 from hostile_files import CONTENT_READERS, SLOW_READERS
 from jshard.data.text import token_writer
+from jshard.inference.trained.generate_command import read_prompts
 from jshard.plan.fit.hardware import find_constants
 from jshard.plan.search.result_cache import read_result
 from jshard.storage.checkpoint import manifest
@@ -33,7 +34,6 @@ from jshard.storage.checkpoint.local.copy_files import Label
 from jshard.storage.hub.safetensors_file import find_tensors
 from jshard.storage.hub.safetensors_write import SINGLE
 from jshard.system.files.untrusted import path_inside, read_json
-from jshard.trained.generate_command import read_prompts
 
 REPOSITORY = Path(__file__).parents[1]
 QUICK, MANY = 15, 400

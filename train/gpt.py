@@ -18,7 +18,7 @@ from jshard.data.text.bigram import bigram_reference
 from jshard.data.text.streamed_text import streamed_text
 from jshard.data.text.text_data import text_data
 from jshard.data.tokenizers.tokenizer import PYTHON, load_tokenizer
-from jshard.generation import continue_prompts
+from jshard.inference.generation import continue_prompts
 from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS

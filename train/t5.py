@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 import jshard
 from jshard.data.text.text_data import text_data
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.generation import answer_inputs
+from jshard.inference.generation import answer_inputs
 from jshard.models import t5_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.t5 import T5, T5Config
 from jshard.recipe.config.keys import Key

@@ -19,7 +19,7 @@ from jshard.data.files.noting import noted
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
-from jshard.evaluate.in_runs import RunTasks
+from jshard.inference.evaluate.in_runs import RunTasks
 from jshard.recipe import contract
 from jshard.recipe.schedule.epochs import describe_epoch
 from jshard.run.loggers.services import check_loggers

@@ -11,9 +11,9 @@ from flax import nnx
 from tiny_transformers import MARKS, V, logits_of, random_decoder
 
 from foreign_weights import read_tensors
+from jshard.inference.trained.trained_model import open_model
 from jshard.storage.hub.quantised.fp8 import BLOCK
 from jshard.storage.hub.safetensors_write import SINGLE, write_tensors
-from jshard.trained.trained_model import open_model
 
 pytestmark = MARKS
 

@@ -10,8 +10,8 @@ import pytest
 from tiny_transformers import MARKS, SIZES
 
 from jobs import environment
-from jshard.generation import Generator, Sampling
-from jshard.trained.trained_model import open_model
+from jshard.inference.generation import Generator, Sampling
+from jshard.inference.trained.trained_model import open_model
 from small_tokenizer import make_tokenizer
 
 pytestmark = MARKS

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jshard
 from foreign_weights import check_logits, load, randomize, read_tensors, write_again
-from jshard.generation import Generator, Sampling
+from jshard.inference.generation import Generator, Sampling
 from jshard.models import t5_huggingface
 from jshard.models.t5 import T5, T5Config
 from jshard.models.t5_attention import position_buckets

@@ -14,6 +14,7 @@ import jshard
 from filled import filled
 from foreign_weights import store
 from jshard.export import export
+from jshard.inference.trained.trained_model import open_model
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.recipe.build import make_job, make_mesh
@@ -21,7 +22,6 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.restore import find_step
-from jshard.trained.trained_model import open_model
 from jshard.training.trainer import Trainer
 from tiny_runs import read_metrics
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.generation import continue_prompts
+from jshard.inference.generation import continue_prompts
 from jshard.models.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(

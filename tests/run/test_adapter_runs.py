@@ -14,11 +14,11 @@ from safetensors.numpy import save_file
 import jshard
 from foreign_weights import read_tensors
 from jshard.export import export
+from jshard.inference.trained.trained_model import open_model
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.restore import ARRAYS, find_step
 from jshard.system.compat.orbax import open_array
 from jshard.system.errors import Preempted
-from jshard.trained.trained_model import open_model
 from resumable import read_metrics
 from stopped_runs import RECIPE, train
 

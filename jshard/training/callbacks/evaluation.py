@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jshard.data.batches import eval_batches, has_weights
 from jshard.data.dataset import Dataset, Sets
 from jshard.data.iterables import Stream
-from jshard.evaluate.in_runs import RunTasks
+from jshard.inference.evaluate.in_runs import RunTasks
 from jshard.run.metrics import RunFolder
 from jshard.run.progress import ProgressDisplay
 from jshard.sharding.settings.state import TrainState

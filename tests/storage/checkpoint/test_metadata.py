@@ -11,13 +11,13 @@ from ml_collections import ConfigDict
 
 from jshard import inspect
 from jshard.export import export
+from jshard.inference.trained.trained_model import _take
 from jshard.storage.checkpoint import manifest, metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.storage.checkpoint.metadata import checked
 from jshard.storage.checkpoint.restore import find_damage
 from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import UserError
-from jshard.trained.trained_model import _take
 from known_states import abstract, make_state
 
 KERNEL = "params.layers.linear.kernel"

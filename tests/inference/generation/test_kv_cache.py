@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.generation.kv_cache import KVCache, attend, cross_attend
+from jshard.inference.generation.kv_cache import KVCache, attend, cross_attend
 
 T, N, K, H = 7, 4, 2, 6
 LENGTHS = [7, 4, 1]  # of three sequences

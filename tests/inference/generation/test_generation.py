@@ -14,10 +14,10 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.generation import Generator, Sampling, continue_prompts
-from jshard.generation.unstacked import Layers, without_stacks
-from jshard.generation.weight_placement import replicated
-from jshard.generation.weights_first import larger_first
+from jshard.inference.generation import Generator, Sampling, continue_prompts
+from jshard.inference.generation.unstacked import Layers, without_stacks
+from jshard.inference.generation.weight_placement import replicated
+from jshard.inference.generation.weights_first import larger_first
 from jshard.models.gpt import GPT, GPTConfig
 
 VOCAB, CONTEXT = 50, 32
@@ -172,7 +172,7 @@ def test_a_stop_token_ends_its_row_alone():
 
 @pytest.mark.slow
 def test_long_prompts_are_read_in_parts_and_the_context_ends_a_text(monkeypatch):
-    monkeypatch.setattr("jshard.generation.generator._PREFILL", 4)
+    monkeypatch.setattr("jshard.inference.generation.generator._PREFILL", 4)
     model = make_model()
     prompts = [list(range(30)), [5, 6, 7]]
     texts = Generator(model)(prompts, length=6, sampling=Sampling(0))

@@ -13,17 +13,17 @@ import jax
 import numpy as np
 
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.generation import Generator, Sampling
-from jshard.generation.decoding import NOTHING
-from jshard.generation.prompts import check_prompts, is_encoder_decoder
+from jshard.inference.generation import Generator, Sampling
+from jshard.inference.generation.decoding import NOTHING
+from jshard.inference.generation.prompts import check_prompts, is_encoder_decoder
+from jshard.inference.trained.model_command import MODEL_OPTIONS, started
+from jshard.inference.trained.weight_option import WEIGHTS, place_weights
 from jshard.system.cli.command import read_text, run_command
 from jshard.system.cli.options import Command, Option
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import parse_json
 from jshard.system.formatting import printable
-from jshard.trained.model_command import MODEL_OPTIONS, started
-from jshard.trained.weight_option import WEIGHTS, place_weights
 
 _COUNT: dict[str, Any] = {"at_least": 1, "at_most": 10**9}
 _TOKEN: dict[str, Any] = {"at_least": 0, "at_most": 2**31 - 1}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from jshard import UserError
-from jshard.generation.decoding import NOTHING, Rows, decode_steps
-from jshard.generation.sampling import Sampling, filtered, sample
+from jshard.inference.generation.decoding import NOTHING, Rows, decode_steps
+from jshard.inference.generation.sampling import Sampling, filtered, sample
 
 
 def reference(logits, temperature, top_k, top_p):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.generation.sampling import Sampling, sample
+from jshard.inference.generation.sampling import Sampling, sample
 
 NOTHING = -1  # in place of the tokens after a row's end
 

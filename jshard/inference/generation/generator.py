@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.generation import decoding
-from jshard.generation.decoding import NOTHING, Rows
-from jshard.generation.prompts import (
+from jshard.inference.generation import decoding
+from jshard.inference.generation.decoding import NOTHING, Rows
+from jshard.inference.generation.prompts import (
     check_decodes,
     check_prompts,
     context_length,
     is_encoder_decoder,
     tokens_after,
 )
-from jshard.generation.sampling import Sampling
-from jshard.generation.weight_placement import Placement, replicated, sharded
+from jshard.inference.generation.sampling import Sampling
+from jshard.inference.generation.weight_placement import Placement, replicated, sharded
 from jshard.sharding.layout.values import transfer
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.state import TrainState
@@ -245,7 +245,7 @@ def generate(
     Args:
       model: an NNX model with ``init_cache`` and ``decode``, or an encoder-decoder with
         ``encode`` and ``decode``, which answers the prompts; it is copied to one
-        device. Or a ``jshard.generation.Generator``, for several devices, for sharded
+        device. Or a ``jshard.inference.generation.Generator``, for several devices, for sharded
         weights, or to compile only once for several calls.
       prompts: token ids, at least one each; with a tokenizer, texts.
       length: tokens to generate after each prompt; fewer where the context ends.

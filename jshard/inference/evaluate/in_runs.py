@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.evaluate.tasks import ROWS, load_tasks
-from jshard.generation.prompts import check_decoder
-from jshard.generation.weight_placement import sharded
+from jshard.inference.evaluate.tasks import ROWS, load_tasks
+from jshard.inference.generation.prompts import check_decoder
+from jshard.inference.generation.weight_placement import sharded
 from jshard.recipe.config.run_config import Config
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
@@ -53,7 +53,7 @@ class RunTasks:
         """Returns the scores of a state; every process gets all of them."""
         from lm_eval import evaluate  # pyright: ignore[reportMissingImports]
 
-        from jshard.evaluate.language_model import LanguageModel
+        from jshard.inference.evaluate.language_model import LanguageModel
 
         placement = self._placement.with_weights(state)
         model = LanguageModel(placement, self._tokenizer, ROWS)

@@ -12,8 +12,8 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.generation import Generator, Sampling, answer_inputs
-from jshard.generation.unstacked import without_stacks
+from jshard.inference.generation import Generator, Sampling, answer_inputs
+from jshard.inference.generation.unstacked import without_stacks
 from jshard.models.t5 import T5, T5Config
 
 VOCAB, START, LENGTH = 50, 3, 12

@@ -15,15 +15,15 @@ import pytest
 
 import jshard
 from jobs import environment
-from jshard.generation import generate
-from jshard.generation.weight_placement import sharded
+from jshard.inference.generation import generate
+from jshard.inference.generation.weight_placement import sharded
+from jshard.inference.trained.generate_command import run_generate
+from jshard.inference.trained.trained_model import open_model
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.perplexity import mean_nats, run_perplexity, windows
 from jshard.system.cli.command import run_command
-from jshard.trained.generate_command import run_generate
-from jshard.trained.trained_model import open_model
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 COMMANDS = {"generate": run_generate, "perplexity": run_perplexity}
 
 
@@ -69,7 +69,9 @@ def run(tmp_path_factory):
 @pytest.fixture
 def call(monkeypatch, capsys):
     """Runs a command in this process; returns the exit code and what it printed."""
-    monkeypatch.setattr("jshard.trained.model_command.cache_compilations", lambda: None)
+    monkeypatch.setattr(
+        "jshard.inference.trained.model_command.cache_compilations", lambda: None
+    )
 
     def run(name: str, *words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *words])

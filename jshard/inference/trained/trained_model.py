@@ -13,6 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
+from jshard.inference.trained.huggingface_export import find_recipe_of
 from jshard.plan.fit.memory_choice import Candidate
 from jshard.recipe import contract
 from jshard.recipe.build import Job
@@ -41,7 +42,6 @@ from jshard.storage.hub.huggingface_folder import (
 from jshard.storage.hub.online.download import cached_path
 from jshard.storage.hub.parameters import find_parameters, start_from
 from jshard.system.errors import UserError
-from jshard.trained.huggingface_export import find_recipe_of
 
 # Recipes with the models of Hugging Face, by architecture, or by type where there is
 # none; llama.py has the rest.

@@ -23,11 +23,11 @@ from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 
 from jshard.data.tokenizers.chat import Chat, load_chat
 from jshard.data.tokenizers.tokenizer import FileTokenizer, Tokenizer
-from jshard.generation import Generator, Sampling
-from jshard.generation.decoding import NOTHING
-from jshard.generation.prompts import context_length
-from jshard.generation.scoring import padded_length, scores
-from jshard.generation.weight_placement import Placement
+from jshard.inference.generation import Generator, Sampling
+from jshard.inference.generation.decoding import NOTHING
+from jshard.inference.generation.prompts import context_length
+from jshard.inference.generation.scoring import padded_length, scores
+from jshard.inference.generation.weight_placement import Placement
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import parse_json
 from jshard.system.formatting import one_line

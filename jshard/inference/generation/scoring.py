@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.generation.prompts import context_length
-from jshard.generation.weight_placement import Placement
+from jshard.inference.generation.prompts import context_length
+from jshard.inference.generation.weight_placement import Placement
 from jshard.sharding.layout.values import transfer
 
 # A context and its continuation, as tokens, which have one or more each.

@@ -2,13 +2,13 @@
 
 import jax
 
-from jshard.generation.weight_placement import Placement, replicated, sharded
+from jshard.inference.generation.weight_placement import Placement, replicated, sharded
+from jshard.inference.trained.model_command import note
+from jshard.inference.trained.trained_model import TrainedModel
 from jshard.sharding.layout.capacity import device_limit, host_bytes
 from jshard.system.cli.options import Option
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes
-from jshard.trained.model_command import note
-from jshard.trained.trained_model import TrainedModel
 
 WEIGHTS = Option(
     "auto",

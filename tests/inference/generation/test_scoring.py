@@ -10,8 +10,8 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.generation.scoring import padded_length, scores
-from jshard.generation.weight_placement import replicated, sharded
+from jshard.inference.generation.scoring import padded_length, scores
+from jshard.inference.generation.weight_placement import replicated, sharded
 from jshard.models.gpt import GPT, GPTConfig
 
 CONTEXT = 72

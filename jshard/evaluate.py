@@ -8,17 +8,17 @@ from typing import Any
 import jax
 
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.evaluate.tasks import ROWS, load_tasks
-from jshard.generation.prompts import check_decoder
+from jshard.inference.evaluate.tasks import ROWS, load_tasks
+from jshard.inference.generation.prompts import check_decoder
+from jshard.inference.trained.model_command import MODEL_OPTIONS, started
+from jshard.inference.trained.trained_model import TrainedModel
+from jshard.inference.trained.weight_option import WEIGHTS, place_weights
 from jshard.storage.hub.huggingface_folder import is_huggingface
 from jshard.system.cli.command import run_command
 from jshard.system.cli.options import Command, Option
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
 from jshard.system.files.atomic import replace_file
-from jshard.trained.model_command import MODEL_OPTIONS, started
-from jshard.trained.trained_model import TrainedModel
-from jshard.trained.weight_option import WEIGHTS, place_weights
 
 COMMAND = Command(
     "evaluate",
@@ -94,7 +94,10 @@ def run_evaluate(argv: list[str]) -> None:
             make_table,
         )
 
-        from jshard.evaluate.language_model import LanguageModel, read_gen_kwargs
+        from jshard.inference.evaluate.language_model import (
+            LanguageModel,
+            read_gen_kwargs,
+        )
 
         asked = arguments.gen_kwargs and read_gen_kwargs(arguments.gen_kwargs)
         placement = place_weights(model, arguments.weights, arguments.batch_size)

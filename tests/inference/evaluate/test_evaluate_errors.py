@@ -11,9 +11,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import jshard
-from jshard.evaluate.__main__ import run_evaluate
-from jshard.evaluate.in_runs import RunTasks
-from jshard.evaluate.tasks import load_tasks
+from jshard.evaluate import run_evaluate
+from jshard.inference.evaluate.in_runs import RunTasks
+from jshard.inference.evaluate.tasks import load_tasks
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.recipe.config.run_config import check, complete
 from jshard.system.errors import UserError
@@ -23,7 +23,9 @@ from tiny_llama import CONFIG
 @pytest.fixture
 def llama(tmp_path, monkeypatch):
     """A folder with a model and no tokenizer, whose weights nobody reads."""
-    monkeypatch.setattr("jshard.trained.model_command.cache_compilations", lambda: None)
+    monkeypatch.setattr(
+        "jshard.inference.trained.model_command.cache_compilations", lambda: None
+    )
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors").touch()
     return tmp_path

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.generation.unstacked import without_stacks
-from jshard.generation.weights_first import keep_outputs_first
+from jshard.inference.generation.unstacked import without_stacks
+from jshard.inference.generation.weights_first import keep_outputs_first
 from jshard.sharding.settings.mesh import examples_spec
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP

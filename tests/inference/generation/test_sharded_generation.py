@@ -18,9 +18,9 @@ from test_generation import make_model as small_model
 import hlo
 import jshard
 from h100 import h100s
-from jshard.generation import Generator, Sampling
-from jshard.generation.decoding import Rows, decode_steps
-from jshard.generation.weight_placement import sharded
+from jshard.inference.generation import Generator, Sampling
+from jshard.inference.generation.decoding import Rows, decode_steps
+from jshard.inference.generation.weight_placement import sharded
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.plan import hlo as programs
 from jshard.plan import tracing_for

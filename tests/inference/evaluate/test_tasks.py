@@ -14,10 +14,10 @@ from flax import nnx
 import jshard
 from jobs import environment
 from jshard.data.tokenizers.tokenizer import load_tokenizer
-from jshard.evaluate.__main__ import run_evaluate
-from jshard.evaluate.tasks import load_tasks
-from jshard.generation import Sampling
-from jshard.generation.weight_placement import replicated
+from jshard.evaluate import run_evaluate
+from jshard.inference.evaluate.tasks import load_tasks
+from jshard.inference.generation import Sampling
+from jshard.inference.generation.weight_placement import replicated
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.system.errors import UserError
 from local_tasks import TASKS, write_tasks
@@ -77,7 +77,9 @@ def own_tasks_alone(monkeypatch):
     """Leaves out lm_eval's own tasks: to list all 14,000 takes seconds each time."""
     from lm_eval import tasks  # pyright: ignore[reportMissingImports]
 
-    monkeypatch.setattr("jshard.trained.model_command.cache_compilations", lambda: None)
+    monkeypatch.setattr(
+        "jshard.inference.trained.model_command.cache_compilations", lambda: None
+    )
     own = functools.partial(tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(tasks, "TaskManager", own)
 
@@ -258,7 +260,7 @@ HISTORY = [
 
 
 def language_model(folder: Path, template: str) -> Any:
-    from jshard.evaluate.language_model import LanguageModel
+    from jshard.inference.evaluate.language_model import LanguageModel
 
     make_tokenizer(folder, chat_template=template)
     config = GPTConfig(vocab_size=400, num_layers=1, num_heads=2, width=16)
@@ -290,7 +292,7 @@ def test_a_template_without_system_messages_says_so(tmp_path):
 
 
 def test_what_is_asked_of_sampling_is_done_or_refused():
-    from jshard.evaluate.language_model import sampling_of
+    from jshard.inference.evaluate.language_model import sampling_of
 
     asked = {"do_sample": True, "temperature": 0.5, "top_k": 3, "num_beams": 1}
     assert sampling_of(asked) == Sampling(0.5, 3, 1.0)
@@ -300,7 +302,7 @@ def test_what_is_asked_of_sampling_is_done_or_refused():
 
 
 def test_how_texts_are_generated_can_be_said():
-    from jshard.evaluate.language_model import read_gen_kwargs
+    from jshard.inference.evaluate.language_model import read_gen_kwargs
 
     said = "temperature=0.5,do_sample=true,max_gen_toks=8"
     found = {"temperature": 0.5, "do_sample": True, "max_gen_toks": 8}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 
+from jshard.inference.trained.trained_model import TrainedModel, open_model
 from jshard.storage.hub.online.download import pin
 from jshard.system.cli.machine.platform import cache_compilations, choose_platform
 from jshard.system.cli.machine.quiet import start_devices
@@ -17,7 +18,6 @@ from jshard.system.jobs.cluster import find_cluster
 from jshard.system.jobs.job import join
 from jshard.system.jobs.status import SILENCE
 from jshard.system.jobs.supervisor import supervise
-from jshard.trained.trained_model import TrainedModel, open_model
 
 MODEL_OPTIONS = {
     "model": Option(
