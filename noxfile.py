@@ -265,7 +265,7 @@ def loggers(session: nox.Session) -> None:
     in_turn(session, 1, 2)
     needs, names = ".[dev,wandb,mlflow]", "wandb mlflow-skinny"
     python = environment(session, DEV, needs, show=names)
-    pytest(session, python, "-m '' tests/run/test_loggers.py")
+    pytest(session, python, "-m '' tests/training/run/test_loggers.py")
 
 
 @nox.session
@@ -275,7 +275,11 @@ def buckets(session: nox.Session) -> None:
     files = "tests/storage/checkpoint/test_buckets.py tests/storage/checkpoint/test_bucket_files.py"
     pytest(session, python, f"-n 0 -m '' {files}")
     if is_turn(1, 2):
-        pytest(session, python, f"-n 0 -m slow {part(5)} tests/run/test_bucket_runs.py")
+        pytest(
+            session,
+            python,
+            f"-n 0 -m slow {part(5)} tests/training/run/test_bucket_runs.py",
+        )
     pytest(session, python, f"{PAGES} -k buckets")
 
 

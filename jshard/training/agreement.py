@@ -20,10 +20,10 @@ from jshard.data.iterables import Stream
 from jshard.recipe.config.run_config import Config, flatten
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import own_modules
-from jshard.run.start import Start
 from jshard.system.compat.versions import versions
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
+from jshard.training.run.start import Start
 
 SHOWN = 3  # differences
 _LONGEST = 120  # characters of a line of a program

@@ -22,8 +22,6 @@ from jshard.data.stream_state import read_state
 from jshard.inference.evaluate.in_runs import RunTasks
 from jshard.recipe import contract
 from jshard.recipe.schedule.epochs import describe_epoch
-from jshard.run.loggers.services import check_loggers
-from jshard.run.start import Start
 from jshard.sharding.settings.state import TrainState
 from jshard.training.agreement import agree, check_shared, facts_of
 from jshard.training.callbacks.evaluation import prepare_evaluation
@@ -33,6 +31,8 @@ from jshard.training.non_finite import beyond_vocabulary
 from jshard.training.precomputed import precompute
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.run.loggers.services import check_loggers
+from jshard.training.run.start import Start
 from jshard.training.throughput import Throughput
 
 

@@ -9,11 +9,6 @@ import jax
 from jshard.plan.start_up import describe
 from jshard.recipe.config.run_config import Config
 from jshard.recipe.make_config import changed_keys
-from jshard.run.bucket import Copying
-from jshard.run.lock import check_unlocked
-from jshard.run.metrics import RunFolder, finish_folder
-from jshard.run.progress import ProgressDisplay
-from jshard.run.start import Start
 from jshard.sharding.layout.batch import abstract_batch
 from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.storage.checkpoint.selected.best_step import best_of
@@ -33,6 +28,11 @@ from jshard.training.callbacks.stopping import Stopping
 from jshard.training.check_recipe import check_recipe
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.run.bucket import Copying
+from jshard.training.run.lock import check_unlocked
+from jshard.training.run.metrics import RunFolder, finish_folder
+from jshard.training.run.progress import ProgressDisplay
+from jshard.training.run.start import Start
 
 
 @contextmanager

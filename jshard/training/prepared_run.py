@@ -19,8 +19,6 @@ from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
 from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
 from jshard.recipe.source import Source, find_source
-from jshard.run.bucket import RunInBucket
-from jshard.run.start import Start, find_start
 from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.layout.capacity import check_capacity
 from jshard.sharding.settings.policy import Policy
@@ -31,6 +29,8 @@ from jshard.storage.checkpoint.selected.run_address import find_run
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree, facts_of_jax
 from jshard.training.precomputed import Precomputed
+from jshard.training.run.bucket import RunInBucket
+from jshard.training.run.start import Start, find_start
 
 
 @dataclasses.dataclass

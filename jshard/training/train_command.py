@@ -11,7 +11,6 @@ from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
 from jshard.recipe.schedule.epochs import set_epochs, take_epochs
-from jshard.run.bucket import open_workdir
 from jshard.system.cli.machine.platform import (
     cache_compilations,
     choose_platform,
@@ -23,6 +22,7 @@ from jshard.system.cli.options import Command
 from jshard.system.cli.terminal import show
 from jshard.system.jobs.cluster import Cluster
 from jshard.system.jobs.job import join
+from jshard.training.run.bucket import open_workdir
 
 _IMPORTED = time.time()
 

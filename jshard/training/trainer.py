@@ -18,9 +18,6 @@ from jshard.data.dataset import as_dataset, as_sets, make_training_data
 from jshard.recipe.config.policy_keys import write_policy
 from jshard.recipe.config.run_config import Config
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
-from jshard.report.run_files import read_metrics
-from jshard.report.run_report import REPORT
-from jshard.run.bucket import RunInBucket, open_workdir
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.mesh import (
     CONTEXT,
@@ -41,6 +38,9 @@ from jshard.training.callbacks.hooks import Hook, Hooks
 from jshard.training.loop import displayed, train
 from jshard.training.prediction import checked, predict_inputs, predictions
 from jshard.training.prepared_run import PreparedRun, prepare_run
+from jshard.training.report.run_files import read_metrics
+from jshard.training.report.run_report import REPORT
+from jshard.training.run.bucket import RunInBucket, open_workdir
 
 
 class Trainer:

@@ -23,8 +23,6 @@ from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import FORMATS, EncodedImage
 from jshard.recipe.changes import read_notes
 from jshard.recipe.config.run_config import complete
-from jshard.report.run_report import write_report
-from jshard.run.start import find_start
 from jshard.storage.checkpoint.buckets import step_list
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.storage.checkpoint.restore import restore_state
@@ -39,6 +37,8 @@ from jshard.system.compat.orbax import database
 from jshard.system.jobs.cluster import find_cluster
 from jshard.system.jobs.peers import Peers
 from jshard.system.jobs.schedulers import gpus_seen
+from jshard.training.report.run_report import write_report
+from jshard.training.run.start import find_start
 
 
 def images_reader(folder: Path):

@@ -95,11 +95,13 @@ def test_an_import_of_what_its_room_names_later_is_named(tmp_path):
     for name in ("__init__.py", "training/__init__.py", "run/saving.py"):
         (tmp_path / "jshard" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "jshard" / name).write_text("")
-    (tmp_path / "jshard/run/saving.py").write_text("import jshard.training\n")
-    (tmp_path / "jshard/training/__init__.py").write_text("import jshard.run.saving\n")
+    (tmp_path / "jshard/training/run/saving.py").write_text("import jshard.training\n")
+    (tmp_path / "jshard/training/__init__.py").write_text(
+        "import jshard.training.run.saving\n"
+    )
     (message,) = ROOMS["against_the_arrows"](ROOMS["imports"](tmp_path))
     assert message == (
-        "jshard/run/saving.py:1 imports jshard.training, which training names after it"
+        "jshard/training/run/saving.py:1 imports jshard.training, which training names after it"
     )
 
 

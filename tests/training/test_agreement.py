@@ -11,7 +11,6 @@ import pytest
 import jshard
 from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import open_recipe
-from jshard.run.start import Start
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import (
     agree,
@@ -19,6 +18,7 @@ from jshard.training.agreement import (
     facts_of,
     facts_of_jax,
 )
+from jshard.training.run.start import Start
 from resumable import RECIPE
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jshard
 from bucket_servers import Folder, running
-from jshard.report import __main__ as report
+from jshard import report
 from jshard.storage.checkpoint.selected.best_step import best_of
 from jshard.system.errors import Preempted, UserError
 

@@ -23,11 +23,11 @@ from ml_collections import ConfigDict
 import jshard
 import resumable
 from jshard.recipe.config.profiled_steps import profiled_steps
-from jshard.run.progress import ProgressDisplay
 from jshard.sharding.settings import scopes
 from jshard.system.errors import Interrupted, UserError
 from jshard.system.jobs.peers import Peers
 from jshard.training.callbacks.profiling import Profile
+from jshard.training.run.progress import ProgressDisplay
 from jshard.training.throughput import Throughput
 
 RECIPE = """\

@@ -12,10 +12,10 @@ import pytest
 
 import jshard
 from jshard.recipe.schedule import learning_rate as schedule
-from jshard.run.background import Background
 from jshard.system.errors import UserError
 from jshard.training import throughput
 from jshard.training.callbacks import step_log
+from jshard.training.run.background import Background
 from test_trainer import ROWS, make
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

@@ -12,7 +12,6 @@ import pytest
 import resumable
 from jshard.recipe.config.run_config import check, complete
 from jshard.recipe.load import open_recipe
-from jshard.run import metrics
 from jshard.storage.checkpoint.restore import find_damage
 from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.cli.command import run_command
@@ -20,6 +19,7 @@ from jshard.system.errors import Interrupted, Preempted, RunFailed
 from jshard.system.jobs.peers import Peers
 from jshard.training.callbacks import stopping
 from jshard.training.callbacks.preemption import Preemption
+from jshard.training.run import metrics
 from jshard.training.trainer import Trainer
 from processes import Processes
 

@@ -19,10 +19,10 @@ from flax import nnx
 
 import jshard
 from jobs import environment
-from jshard.run.metrics import RunFolder
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.system.errors import Interrupted, Preempted, UserError
+from jshard.training.run.metrics import RunFolder
 from resumable import RECIPE, read_metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_once")

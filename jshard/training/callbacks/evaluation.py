@@ -13,8 +13,6 @@ from jshard.data.batches import eval_batches, has_weights
 from jshard.data.dataset import Dataset, Sets
 from jshard.data.iterables import Stream
 from jshard.inference.evaluate.in_runs import RunTasks
-from jshard.run.metrics import RunFolder
-from jshard.run.progress import ProgressDisplay
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.formatting import did_you_mean
@@ -23,6 +21,8 @@ from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.run.metrics import RunFolder
+from jshard.training.run.progress import ProgressDisplay
 
 
 @dataclasses.dataclass

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 from jshard.recipe.contract import check_signature
-from jshard.report.run_files import read_metrics
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
+from jshard.training.report.run_files import read_metrics
 
 # hook(trainer, step, metrics) returns what to log, by name, or None.
 Hook: TypeAlias = Callable[[Any, int, Mapping[str, Any]], Mapping[str, Any] | None]

@@ -3,15 +3,15 @@
 import queue
 from contextlib import AbstractContextManager
 
-from jshard.report.run_files import METRICS
-from jshard.run.metrics import RunFolder
-from jshard.run.progress import ProgressDisplay
-from jshard.run.start import RUN, Start
 from jshard.storage.checkpoint.local import Copy
 from jshard.system.errors import Preempted
 from jshard.system.formatting import format_bytes
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.prepared_run import PreparedRun
+from jshard.training.report.run_files import METRICS
+from jshard.training.run.metrics import RunFolder
+from jshard.training.run.progress import ProgressDisplay
+from jshard.training.run.start import RUN, Start
 
 _LONG = 1.0  # seconds that a step waits for the copy before, which is worth a line
 

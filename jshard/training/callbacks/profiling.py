@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 import jax
 
 from jshard.recipe.config.profiled_steps import profiled_steps
-from jshard.run.progress import ProgressDisplay
 from jshard.system.formatting import format_duration
 from jshard.training.prepared_run import PreparedRun
+from jshard.training.run.progress import ProgressDisplay
 from jshard.training.throughput import Throughput
 
 FOLDER = "profile"  # in the run's folder

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshard.run.metrics import RunFolder
-from jshard.run.progress import ProgressDisplay
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import UserError
 from jshard.system.formatting import printable
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.run.metrics import RunFolder
+from jshard.training.run.progress import ProgressDisplay
 
 _WIDEST = 96  # pixels in the report
 

@@ -9,10 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jshard.report.run_files import METRICS
-from jshard.run.bucket import Copying
-from jshard.run.metrics import RunFolder
-from jshard.run.progress import ProgressDisplay
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint.checkpointer import Checkpointer, Save
 from jshard.storage.checkpoint.restore import CHECKPOINTS
@@ -21,6 +17,10 @@ from jshard.system.formatting import format_bytes
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.prepared_run import PreparedRun
+from jshard.training.report.run_files import METRICS
+from jshard.training.run.bucket import Copying
+from jshard.training.run.metrics import RunFolder
+from jshard.training.run.progress import ProgressDisplay
 
 
 def check_room(workdir: Path, state: TrainState) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from jshard.run.metrics import RunFolder
-from jshard.run.progress import ProgressDisplay
 from jshard.sharding.update import counts
 from jshard.training.non_finite import check_finite, describe_skipped
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.run.metrics import RunFolder
+from jshard.training.run.progress import ProgressDisplay
 
 # Steps that are under way: two keep the devices busy. More would fill their memory with
 # batches.

@@ -5,15 +5,15 @@ from contextlib import AbstractContextManager, ExitStack
 import jax
 
 from jshard.recipe.config.profiled_steps import profiled_steps
-from jshard.run.metrics import RunFolder
-from jshard.run.progress import ProgressDisplay
-from jshard.run.start import STOPPED
 from jshard.system.errors import Interrupted, Preempted
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.preemption import Preemption
 from jshard.training.callbacks.saving import Saving
 from jshard.training.callbacks.step_log import StepLog
 from jshard.training.prepared_run import PreparedRun
+from jshard.training.run.metrics import RunFolder
+from jshard.training.run.progress import ProgressDisplay
+from jshard.training.run.start import STOPPED
 
 
 class Stopping(AbstractContextManager):

@@ -15,13 +15,13 @@ import jshard
 from checkpoints import at_step, make_fsdp, trained
 from jshard import inspect
 from jshard.inference.trained import generate_command
-from jshard.run.progress import ProgressDisplay
 from jshard.storage.checkpoint import manifest, metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.system.cli import command
 from jshard.system.cli.terminal import _outputs, show
 from jshard.system.errors import Preempted, RunFailed
 from jshard.system.formatting import one_line, printable
+from jshard.training.run.progress import ProgressDisplay
 
 PACKAGE = Path(jshard.__file__).parent
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r\ud800\x7f"

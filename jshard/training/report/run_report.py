@@ -10,14 +10,6 @@ from typing import Any
 
 from jshard.recipe.config.run_config import flatten
 from jshard.recipe.recipe_path import short_name, split_path
-from jshard.report.run_files import (
-    printable,
-    read_numbers,
-    read_object,
-    read_picture,
-)
-from jshard.report.save_table import format_wait, save_table
-from jshard.report.series import Points, Series
 from jshard.storage.checkpoint.selected.best_step import Best, best_of
 from jshard.storage.checkpoint.step_folders import CHECKPOINTS
 from jshard.system.files.atomic import replace_file
@@ -32,6 +24,14 @@ from jshard.system.pages.page import (
     table,
     tiles,
 )
+from jshard.training.report.run_files import (
+    printable,
+    read_numbers,
+    read_object,
+    read_picture,
+)
+from jshard.training.report.save_table import format_wait, save_table
+from jshard.training.report.series import Points, Series
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder

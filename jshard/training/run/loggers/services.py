@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jshard.recipe.config.run_config import Config, flatten
-from jshard.run.background import PATIENCE, Background
 from jshard.system.errors import UserError
+from jshard.training.run.background import PATIENCE, Background
 
 _REST = 1.0  # seconds between requests
 _PATIENCE = 1.0  # seconds that a checkpoint waits for a service
@@ -80,7 +80,7 @@ class Loggers:
             self._loggers[name], self.ids[name] = service, service.id
         # Here, as tensorboardX imports PyTorch where it is, and other processes do not
         # log.
-        from jshard.run.loggers.tensorboard_run import TensorboardRun
+        from jshard.training.run.loggers.tensorboard_run import TensorboardRun
 
         self._loggers["TensorBoard"] = TensorboardRun(path, values, resume_from)
         self._threads = {
@@ -146,9 +146,9 @@ def _open(name: str) -> Callable[..., Any]:
     """Returns the class of a service's run, a Logger whose `id` is to go on with."""
     # Large imports, only where they are needed.
     if name == "wandb":
-        from jshard.run.loggers.wandb_run import WandbRun
+        from jshard.training.run.loggers.wandb_run import WandbRun
 
         return WandbRun
-    from jshard.run.loggers.mlflow_run import MlflowRun
+    from jshard.training.run.loggers.mlflow_run import MlflowRun
 
     return MlflowRun

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from jshard.run.background import Background
 from jshard.storage.checkpoint.buckets.arrays import shown
 from jshard.storage.checkpoint.buckets.mirror import (
     fetch_run,
@@ -18,6 +17,7 @@ from jshard.storage.checkpoint.selected.run_address import names_step
 from jshard.storage.checkpoint.step_folders import CHECKPOINTS, find_steps, step_folder
 from jshard.system.cli.paths import check_path, is_bucket
 from jshard.system.errors import RunFailed, UserError
+from jshard.training.run.background import Background
 
 
 class RunInBucket:

@@ -19,12 +19,12 @@ import jshard
 from checkpoints import small_disk
 from jshard.data.examples import count_items
 from jshard.plan.fit.hardware import peak_flops
-from jshard.run.append import AppendedFile
-from jshard.run.metrics import RunFolder
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.formatting import format_count, format_duration
 from jshard.system.pages.png import png
 from jshard.training import throughput as speed
+from jshard.training.run.append import AppendedFile
+from jshard.training.run.metrics import RunFolder
 from jshard.training.throughput import Throughput
 
 CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})

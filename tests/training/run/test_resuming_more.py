@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import jshard
-from jshard.run.progress import ProgressDisplay
 from jshard.storage.checkpoint.restore import find_damage
 from jshard.storage.checkpoint.step_folders import find_steps
+from jshard.training.run.progress import ProgressDisplay
 from resumable import read_metrics
 from stopped_runs import NO_NOISE, go_on, train, train_to
 from test_resuming import HARM, warned

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jshard.report.run_files import read_metrics
-from jshard.report.run_report import write_report
 from jshard.system.errors import UserError
 from jshard.system.pages.charts import line_chart, ticks
 from jshard.system.pages.page import cards
+from jshard.training.report.run_files import read_metrics
+from jshard.training.report.run_report import write_report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 GENERATED = [

@@ -15,21 +15,21 @@ import numpy as np
 
 from jshard.recipe.changes import FITTED_ON, NOTES, read_notes
 from jshard.recipe.config.run_config import Config
-from jshard.report.run_report import (
-    GENERATED,
-    REPORT,
-    SAMPLES,
-    write_report,
-)
-from jshard.run.append import AppendedFile
-from jshard.run.lock import lock_folder
-from jshard.run.loggers.services import Loggers
-from jshard.run.metrics_lines import METRICS, NEWEST, Line, cut_back
 from jshard.storage.checkpoint import step_folders
 from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.system.errors import Preempted, RunFailed, UserError
 from jshard.system.files.atomic import replace_file
 from jshard.system.pages.png import png
+from jshard.training.report.run_report import (
+    GENERATED,
+    REPORT,
+    SAMPLES,
+    write_report,
+)
+from jshard.training.run.append import AppendedFile
+from jshard.training.run.lock import lock_folder
+from jshard.training.run.loggers.services import Loggers
+from jshard.training.run.metrics_lines import METRICS, NEWEST, Line, cut_back
 
 _MOST_GENERATED = 200  # texts; of more every second is left out
 

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from jobs import environment
-from jshard.report.run_report import write_report
+from jshard.training.report.run_report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [

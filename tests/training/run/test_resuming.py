@@ -20,12 +20,12 @@ from jshard.export import export
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import complete
 from jshard.recipe.load import open_recipe
-from jshard.run.lock import lock_folder
-from jshard.run.metrics_lines import cut_back
-from jshard.run.start import Start, find_start
 from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
+from jshard.training.run.lock import lock_folder
+from jshard.training.run.metrics_lines import cut_back
+from jshard.training.run.start import Start, find_start
 from resumable import read_metrics
 from stopped_runs import GIVEN, NO_NOISE, STEPS, go_on, train
 

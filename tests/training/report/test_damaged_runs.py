@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_report import EVIL, Page
 
-from jshard.report.run_report import write_report
+from jshard.training.report.run_report import write_report
 
 NOTES = {
     "recipe": EVIL,

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from bucket_servers import Folder, running
-from jshard.run.bucket import RunInBucket
 from jshard.storage.checkpoint.buckets import step_list
 from jshard.storage.checkpoint.buckets.objects import Objects
 from jshard.system.errors import RunFailed, UserError
+from jshard.training.run.bucket import RunInBucket
 from jshard.training.trainer import Trainer
 from stopped_runs import RECIPE
 

@@ -11,9 +11,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from jshard.recipe.config.run_config import complete
-from jshard.run.loggers import services
-from jshard.run.metrics import RunFolder
 from jshard.system.errors import UserError
+from jshard.training.run.loggers import services
+from jshard.training.run.metrics import RunFolder
 
 
 def config(**logger):
@@ -55,9 +55,9 @@ def runs(monkeypatch):
     fake.__spec__ = importlib.util.spec_from_loader("wandb", None)
     fake.init, fake.Html, fake.Image = init, str, str  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delitem(sys.modules, "jshard.run.loggers.wandb_run", False)
+    monkeypatch.delitem(sys.modules, "jshard.training.run.loggers.wandb_run", False)
     yield runs
-    sys.modules.pop("jshard.run.loggers.wandb_run", None)
+    sys.modules.pop("jshard.training.run.loggers.wandb_run", None)
 
 
 def test_metrics_hyperparameters_and_text_are_sent_and_the_run_goes_on(runs, tmp_path):

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from jshard.report.series import Series
 from jshard.storage.checkpoint.selected.best_step import Best
 from jshard.system.formatting import format_bytes
 from jshard.system.pages.page import table
+from jshard.training.report.series import Series
 
 
 def save_table(series: Mapping[str, Series], best: Best | None) -> str:

@@ -3,8 +3,6 @@
 import math
 from pathlib import Path
 
-from jshard.report.run_files import METRICS
-from jshard.report.run_report import REPORT, write_report
 from jshard.storage.checkpoint.restore import is_step
 from jshard.storage.checkpoint.selected.run_address import find_run
 from jshard.storage.checkpoint.step_folders import CHECKPOINTS
@@ -14,6 +12,8 @@ from jshard.system.cli.options import STEP, Command, Option
 from jshard.system.cli.paths import is_bucket
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
+from jshard.training.report.run_files import METRICS
+from jshard.training.report.run_report import REPORT, write_report
 
 COMMAND = Command(
     "report",

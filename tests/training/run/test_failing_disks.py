@@ -7,10 +7,10 @@ import pytest
 
 import jshard
 from checkpoints import remount, small_disk
-from jshard.run.progress import ProgressDisplay
 from jshard.storage.checkpoint.restore import find_damage
 from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import RunFailed
+from jshard.training.run.progress import ProgressDisplay
 from resumable import read_metrics, train
 from test_going_on import RECIPE
 

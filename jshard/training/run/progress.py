@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
-from jshard.run.live_line import LiveLine
 from jshard.system.cli.terminal import outliving_terminal, show
 from jshard.system.formatting import format_count, format_duration, one_line, printable
+from jshard.training.run.live_line import LiveLine
 
 _STEPS = ("step", "computing", "data")  # the phases between steps
 _LONG = 2.0  # seconds from which on one of these is shown

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jshard.run.progress import ProgressDisplay
+from jshard.training.run.progress import ProgressDisplay
 
 
 def test_without_a_terminal_each_log_is_one_plain_line(capsys):
@@ -103,7 +103,7 @@ def test_the_live_line_has_the_newest_step_whose_loss_is_there(terminal):
 
 def test_before_the_first_step_it_shows_what_is_waited_for(terminal, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr("jshard.run.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jshard.training.run.progress.time.monotonic", lambda: clock[0])
     waited = {"joining": 0.1, "imports": 2.5}
     with terminal() as shown, ProgressDisplay(20, waited=waited) as display:
         for phase, seconds in (("reading the first batch", 4), ("compiling", 33)):

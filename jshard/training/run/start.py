@@ -16,8 +16,6 @@ from jshard.recipe.changes import (
     read_notes,
 )
 from jshard.recipe.config.run_config import Config, flatten
-from jshard.report.run_files import read_metrics
-from jshard.run.metrics_lines import Line, Metrics, look_through
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint.frozen import source_of
 from jshard.storage.checkpoint.local import Found, LocalCopies
@@ -26,6 +24,8 @@ from jshard.storage.checkpoint.restore import CHECKPOINTS, check_fits, find_newe
 from jshard.storage.checkpoint.step_folders import find_steps, step_folder
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
+from jshard.training.report.run_files import read_metrics
+from jshard.training.run.metrics_lines import Line, Metrics, look_through
 
 STOPPED = "stopped"  # the note of a run that a hook ended
 RUN = "run"  # the note that tells a run from another one in the same folder

@@ -2,8 +2,8 @@
 
 import json
 
-from jshard.report.run_report import write_report
-from jshard.report.series import Series
+from jshard.training.report.run_report import write_report
+from jshard.training.report.series import Series
 
 
 def test_a_series_of_many_values_keeps_few_and_their_means_total_and_last():

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jshard.report.run_files import METRICS, read_metrics
 from jshard.system.files.atomic import replacing
+from jshard.training.report.run_files import METRICS, read_metrics
 
 NEWEST = 2**20  # bytes of lines that are saved with a state, where there are as many
 

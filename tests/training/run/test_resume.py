@@ -20,17 +20,17 @@ from jshard.recipe.changes import (
     read_config,
 )
 from jshard.recipe.config.run_config import complete
-from jshard.report.run_files import read_metrics
-from jshard.run.append import AppendedFile
-from jshard.run.lock import lock_folder
-from jshard.run.metrics import RunFolder
-from jshard.run.start import find_start
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.jobs.log import Log
 from jshard.system.jobs.peers import Peers
+from jshard.training.report.run_files import read_metrics
+from jshard.training.run.append import AppendedFile
+from jshard.training.run.lock import lock_folder
+from jshard.training.run.metrics import RunFolder
+from jshard.training.run.start import find_start
 from test_metrics import read_events
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
 HOLD = """\
 import sys, time
 from pathlib import Path
-from jshard.run.lock import lock_folder
+from jshard.training.run.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
