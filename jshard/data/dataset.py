@@ -13,33 +13,12 @@ from jshard.data.examples import count_rows, to_arrays
 from jshard.data.iterables import Once, Stream, as_stream, has_items
 from jshard.data.places import Cursor
 from jshard.data.stream_reader import PartReader
-from jshard.recipe.config.run_config import Config
 from jshard.system.cli.user_code import describe_user_error
 from jshard.system.errors import UserError
 
 Dataset: TypeAlias = grain.MapDataset | Stream
 Sets: TypeAlias = Dataset | Mapping[str, Dataset]  # of validation, one or by name
 _ENDLESS = 2**53  # above the examples of any dataset, below those of endless ones
-
-
-def make_training_data(
-    make_data: Callable[[Config, str], Any], config: Config
-) -> Dataset:
-    """Returns a recipe's training data; a UserError if it is missing or no dataset."""
-    data = as_dataset(make_data(config, "train"), config.seed, repeat=True)
-    if data is None:
-        raise UserError("make_data returned None for split 'train': return a dataset")
-    return data
-
-
-def make_validation_data(
-    make_data: Callable[[Config, str], Any], config: Config
-) -> Sets | None:
-    """Returns a recipe's validation data, or None without data or evaluations."""
-    if not config.eval_every:
-        return None
-    data = make_data(config, "validation")
-    return as_sets(data, config.seed, lambda: make_training_data(make_data, config))
 
 
 def as_sets(data: Any, seed: int, training_data: Callable[[], Dataset]) -> Sets | None:

@@ -4,12 +4,12 @@ from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import documents, dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
 from jshard.nn.lora import add_lora
-from jshard.nn.maximum import Max
 from jshard.sharding.axes.context import positions, whole_sequences
 from jshard.sharding.axes.tensor import tensor_parallel
 from jshard.sharding.collectives.microbatch import StepSum
 from jshard.sharding.float8.products import matmul
 from jshard.sharding.layout.splits import Split
+from jshard.sharding.settings.maximum import Max
 
 __all__ = [
     "Max",

@@ -8,7 +8,6 @@ trained magnitude. Both are as in PEFT.
 """
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -19,16 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.sharding.layout.four_bit.base import over_layers
-from jshard.sharding.layout.memory_kinds import on_device
-from jshard.sharding.layout.padding import exact, pad
+from jshard.sharding.layout.values.magnitudes import MAGNITUDE, column_norms
 from jshard.sharding.layout.variables import of_class
-from jshard.sharding.settings.state import TrainState
 from jshard.sharding.units.modules import is_unit, unit_class
 from jshard.system.errors import UserError
 
-# Names of the parameters: of A and B, and DoRA's magnitudes.
-A, B, MAGNITUDE = "lora_a", "lora_b", "lora_m"
+A, B = "lora_a", "lora_b"  # names of the parameters
 DROPOUT = "lora_dropout"
 # Metadata of A: the numerator of the scale, and whether it is rank-stabilised.
 ALPHA, STABILIZED = "lora_alpha", "lora_rank_stabilized"
@@ -98,32 +93,6 @@ def kernel_of(linear: Any) -> jax.Array:
         return kernel
     magnitude = linear.lora_m.get_value()
     return kernel * _ratio(magnitude, column_norms(kernel)).astype(kernel.dtype)
-
-
-def column_norms(kernel: jax.Array) -> jax.Array:
-    """Returns the norm of each column of a matrix, in float32 or wider."""
-    wide = jnp.promote_types(kernel.dtype, jnp.float32)
-    return jnp.linalg.norm(kernel.astype(wide), axis=-2)
-
-
-def start_magnitudes(state: TrainState, frozen: Any, mesh: Any) -> TrainState:
-    """Returns a new, traced state whose magnitudes are the norms of its weights.
-
-    These may be in 4 bits, and are those in ``frozen`` if the state will have others
-    than its own; one layer of one exists at a time.
-    """
-    trees = (state.params, state.frozen if frozen is None else frozen)
-    flat = {path: x for tree in trees for path, x in nnx.to_flat_state(tree)}
-
-    def start(path: tuple, variable: Any) -> Any:
-        if path[-1] != MAGNITUDE:
-            return variable
-        kernel = exact(jax.tree.map(on_device, flat[*path[:-1], "kernel"]), mesh)
-        norms = over_layers(column_norms, kernel)
-        return variable.copy(norms.astype(variable.get_value().dtype))
-
-    params = pad(nnx.map_state(start, state.params), mesh)
-    return dataclasses.replace(state, params=params)
 
 
 def _ratio(magnitude: jax.Array, norms: jax.Array) -> jax.Array:

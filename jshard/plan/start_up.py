@@ -13,10 +13,10 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from jshard.nn.attention import KERNELS
-from jshard.nn.dropout import plain_streams
 from jshard.plan.state_note import parameters, placed
 from jshard.sharding.layout.batch import abstract_batch
 from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.values.random_streams import plain_streams
 from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.pipeline.stages import divide
 from jshard.sharding.settings.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of

@@ -10,12 +10,13 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jshard.data.dataset import first_example, make_training_data
+from jshard.data.dataset import first_example
 from jshard.data.examples import count_items
 from jshard.recipe import contract
 from jshard.recipe.config.policy_keys import make_policy, parse_options
 from jshard.recipe.config.run_config import Config
 from jshard.recipe.config.shared_keys import FIT
+from jshard.recipe.data import make_training_data
 from jshard.recipe.definition import Recipe
 from jshard.sharding.settings import mesh as meshes
 from jshard.sharding.settings.mesh import batch_spec

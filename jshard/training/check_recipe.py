@@ -8,19 +8,14 @@ import jax
 from flax import nnx
 
 from jshard.data.batches import TrainingBatches, batches
-from jshard.data.dataset import (
-    Dataset,
-    Sets,
-    make_training_data,
-    make_validation_data,
-    rows_of_epoch,
-)
+from jshard.data.dataset import Dataset, Sets, rows_of_epoch
 from jshard.data.files.noting import noted
 from jshard.data.iterables import Stream
 from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
 from jshard.inference.evaluate.in_runs import RunTasks
 from jshard.recipe import contract
+from jshard.recipe.data import make_training_data, make_validation_data
 from jshard.recipe.schedule.epochs import describe_epoch
 from jshard.sharding.settings.state import TrainState
 from jshard.training.agreement import agree, check_shared, facts_of

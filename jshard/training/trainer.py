@@ -14,9 +14,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard.data.dataset import as_dataset, as_sets, make_training_data
+from jshard.data.dataset import as_dataset, as_sets
 from jshard.recipe.config.policy_keys import write_policy
 from jshard.recipe.config.run_config import Config
+from jshard.recipe.data import make_training_data
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.mesh import (

@@ -10,13 +10,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from jshard.data.batches import batches, eval_batches
-from jshard.data.dataset import (
-    as_dataset,
-    first_example,
-    make_training_data,
-    make_validation_data,
-)
+from jshard.data.dataset import as_dataset, first_example
 from jshard.data.iterables import Once, Stream
+from jshard.recipe.data import make_training_data, make_validation_data
 from jshard.system.errors import UserError
 
 ROWS = [{"tokens": [i, i + 1], "weight": 0.5} for i in range(5)]

@@ -15,9 +15,9 @@ from typing import Any
 
 import jax
 
-from jshard.nn.count import DIGITS
 from jshard.plan.cost.transfers import KINDS
 from jshard.plan.hlo.program_text import Array, Computation, Instruction, Module, parse
+from jshard.sharding.settings.count import DIGITS
 
 
 def is_number(array: Array) -> bool:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import jshard
 from jshard import Mean, Means
-from jshard.nn.count import Count, as_float, exact, times
+from jshard.sharding.settings.count import Count, as_float, exact, times
 
 
 @given(st.lists(st.integers(-(2**58), 2**58), min_size=1, max_size=8))

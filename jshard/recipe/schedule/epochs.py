@@ -7,9 +7,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jshard.data.dataset import make_training_data, rows_of_epoch
+from jshard.data.dataset import rows_of_epoch
 from jshard.recipe.config.run_config import Config, check, epochs_in
 from jshard.recipe.config.shared_keys import MOST_STEPS
+from jshard.recipe.data import make_training_data
 from jshard.recipe.definition import Recipe
 from jshard.system.errors import UserError
 

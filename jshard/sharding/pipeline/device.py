@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.nn.maximum import Max, before_all, combined
+from jshard.sharding.layout.microbatches import first_of
 from jshard.sharding.pipeline.call import Split
 from jshard.sharding.pipeline.schedule import (
     FORWARD,
@@ -26,10 +26,10 @@ from jshard.sharding.pipeline.schedule import (
     one_forward_one_backward,
 )
 from jshard.sharding.settings.loss import Mean
+from jshard.sharding.settings.maximum import Max, before_all, combined
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
-from jshard.sharding.step.accumulate import first_of
 from jshard.sharding.units.layers import layer_of, put_layer
 from jshard.sharding.units.linearize import Inputs, differentiable, merge, select
 from jshard.system.compat.jaxprs import without_dead_code

@@ -8,15 +8,15 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.nn.count import add_up, sum_of
-from jshard.nn.dropout import merge_state
-from jshard.nn.maximum import Max, combined
+from jshard.sharding.layout.microbatches import Micro
+from jshard.sharding.layout.values.random_streams import merge_state
 from jshard.sharding.pipeline.call import Split, split_program
 from jshard.sharding.pipeline.device import Stage, pick
+from jshard.sharding.settings.count import add_up, sum_of
 from jshard.sharding.settings.loss import Loss, Mean, seeds
+from jshard.sharding.settings.maximum import Max, combined
 from jshard.sharding.settings.mesh import PIPE, manual_axes
 from jshard.sharding.settings.state import ModelArrays
-from jshard.sharding.step.accumulate import Micro
 from jshard.system.compat.jaxprs import without_dead_code
 from jshard.system.errors import UserError
 

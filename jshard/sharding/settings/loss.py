@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jshard.nn.count import Count, add_up, as_float, exact, times
-from jshard.nn.maximum import NOTHING, Max, is_max
 from jshard.sharding.settings.callers_mesh import own_mesh
+from jshard.sharding.settings.count import Count, add_up, as_float, exact, times
+from jshard.sharding.settings.maximum import NOTHING, Max, is_max
 from jshard.sharding.settings.mesh import manual_axes
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.system.errors import UserError

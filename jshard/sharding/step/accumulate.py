@@ -8,34 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.nn.count import add_up, sum_of
-from jshard.nn.dropout import merge_state
-from jshard.nn.maximum import before_all
+from jshard.sharding.layout.microbatches import Micro
+from jshard.sharding.layout.values.random_streams import merge_state
+from jshard.sharding.settings.count import add_up, sum_of
 from jshard.sharding.settings.loss import Means, seeds
+from jshard.sharding.settings.maximum import before_all
 from jshard.sharding.settings.mesh import manual_axes
 from jshard.sharding.settings.state import ModelArrays
 from jshard.sharding.step.program.traced import Needs
 from jshard.system.compat.jaxprs import without_dead_code
-
-# (the arrays of a batch, and the index of each micro-batch): (micro-batches, ...) each
-Micro = tuple[Any, jax.Array]
-
-
-def split(batch: Any, number: int) -> Micro:
-    """Cuts a device's examples into micro-batches; each has the scalars whole."""
-
-    def cut(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        if not x.ndim:
-            return jnp.broadcast_to(x, (number,))
-        return x.reshape(number, x.shape[0] // number, *x.shape[1:])
-
-    return jax.tree.map(cut, batch), jnp.arange(number, dtype=jnp.uint32)
-
-
-def first_of(micro: Micro) -> Micro:
-    """Returns the first micro-batch and its index."""
-    return jax.tree.map(lambda x: x[0], micro)
 
 
 def accumulate(

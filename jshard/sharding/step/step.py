@@ -16,19 +16,24 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jshard.nn.count import add_up
-from jshard.nn.dropout import fold_streams, merge_state, unfold_streams
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.collectives.microbatch import microbatch
 from jshard.sharding.collectives.reduce import all_reduce, scatter
 from jshard.sharding.layout.batch import batch_specs, check_batch
 from jshard.sharding.layout.memory_kinds import typed_as_device
+from jshard.sharding.layout.microbatches import first_of, split
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.values.random_streams import (
+    fold_streams,
+    merge_state,
+    unfold_streams,
+)
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.pipeline.moves import from_stages, to_stages
 from jshard.sharding.pipeline.pipelined_step import pipelined
 from jshard.sharding.pipeline.stages import divide
+from jshard.sharding.settings.count import add_up
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
 from jshard.sharding.settings.mesh import (
@@ -40,7 +45,7 @@ from jshard.sharding.settings.mesh import (
 )
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.state import ModelArrays, TrainState
-from jshard.sharding.step.accumulate import accumulate, first_of, split
+from jshard.sharding.step.accumulate import accumulate
 from jshard.sharding.step.program.draws import with_rngs
 from jshard.sharding.step.program.refusals import check_means
 from jshard.sharding.step.program.told import (

@@ -3,7 +3,7 @@
 What happens to a layer's weight, from shard to gradient: ``forward`` gathers it, runs
 the layer and drops it; ``segment_backward`` gathers it again, transposes the layer,
 scatters the gradient and reduces it. Here one layer follows the other. With prefetch,
-``pipeline.py`` takes the place of both, and runs each layer's collectives beside its
+``prefetch.py`` takes the place of both, and runs each layer's collectives beside its
 neighbours' computation.
 
 Neighbouring layers with the same remat policy share a loop: a segment. XLA inlines a

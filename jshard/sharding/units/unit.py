@@ -12,7 +12,7 @@ holds one shard of each of the unit's parameters.
                reduce(parts)                             all-reduce, over replicas
 
 ``run_unit`` does this for one unit. ``stack.py`` scans it over the layers of a Stack,
-and ``pipeline.py`` overlaps each layer's collectives with its neighbours' computation.
+and ``prefetch.py`` overlaps each layer's collectives with its neighbours' computation.
 
 This is ZeRO stage 3 (Rajbhandari et al. 2020, section 5.3) in the terms of PyTorch
 FSDP (Zhao et al. 2023, section 3.2).

@@ -19,10 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard.nn.adapted import ALPHA, LAYERS, STABILIZED
-from jshard.nn.dropout import is_random
 from jshard.sharding.layout.four_bit.base import FOUR_BIT, four_bit_of
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.padding import exact_types
+from jshard.sharding.layout.values.random_streams import is_random
 from jshard.sharding.layout.variables import array_name, is_variable
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.units.modules import Stack

@@ -14,7 +14,7 @@ import tensorstore
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
-from jshard.nn.dropout import is_random
+from jshard.sharding.layout.values.random_streams import is_random
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.buckets import arrays as bucket

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A, B, scale
+from jshard.nn.adapted import ALPHA, STABILIZED, A, B, scale
+from jshard.sharding.layout.values.magnitudes import MAGNITUDE
 from jshard.storage.checkpoint.stored_arrays import open_stored
 from jshard.storage.hub.tensor_names import Index, tensor_names
 from jshard.system.errors import UserError

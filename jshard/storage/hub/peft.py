@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.nn.adapted import ALPHA, LAYERS, MAGNITUDE, STABILIZED, A, B
+from jshard.nn.adapted import ALPHA, LAYERS, STABILIZED, A, B
+from jshard.sharding.layout.values.magnitudes import MAGNITUDE
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.online.names import parse
 from jshard.storage.hub.tensor_names import Layers, tensor_names

@@ -5,7 +5,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _RECIPES = _PACKAGE / "recipes"  # packaged recipes count as the user's code
 _PYTHON = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 _LONGEST = 300  # characters of an error's message in one line

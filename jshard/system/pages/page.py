@@ -11,11 +11,11 @@ def document(
     sections: Iterable[str],
     styles: Iterable[str],
     scripts: Iterable[str],
-    package: str = "jshard.report",
+    package: str = "jshard.system.pages",
 ) -> str:
     """Returns a page: a plain heading and the line below it, and sections of HTML.
 
-    Styles and scripts are names of files in `package` or in `jshard.report`.
+    Styles and scripts are names of files in `package` or in `jshard.system.pages`.
     """
     style = "".join(f"<style>\n{_read(name, package)}</style>" for name in styles)
     script = "".join(f"<script>\n{_read(name, package)}</script>" for name in scripts)
@@ -31,7 +31,7 @@ def document(
 def _read(name: str, package: str) -> str:
     file = resources.files(package).joinpath(name)
     if not file.is_file():
-        file = resources.files("jshard.report").joinpath(name)
+        file = resources.files("jshard.system.pages").joinpath(name)
     return file.read_text(encoding="utf-8")
 
 

@@ -18,8 +18,8 @@ from checkpoints import save_steps
 from filled import filled
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.nn.dropout import DropoutCount
 from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.values.random_streams import DropoutCount
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from pipelines import Layers, mean, mesh_of, policy_of
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jshard
 from jshard import Mean
-from jshard.nn.count import exact
+from jshard.sharding.settings.count import exact
 from jshard.sharding.settings.loss import Loss, seeds
 
 

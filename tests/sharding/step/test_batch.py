@@ -13,7 +13,7 @@ from flax import nnx
 import jshard
 from filled import filled
 from jshard.plan.start_up import describe
-from jshard.sharding.step.accumulate import split
+from jshard.sharding.layout.microbatches import split
 from parity import make_update
 
 pytestmark = pytest.mark.usefixtures("x64")

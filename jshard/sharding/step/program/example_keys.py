@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import define_prng_impl
 
-from jshard.nn.dropout import in_batch
 from jshard.sharding.collectives.microbatch import current_microbatch
+from jshard.sharding.layout.values.random_streams import in_batch
 from jshard.sharding.settings.mesh import context_size, sequence_axes
 
 _NAME = "examples"

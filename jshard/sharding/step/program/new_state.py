@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard.nn.adapted import start_magnitudes
 from jshard.sharding.layout.four_bit.base import in_four_bits
 from jshard.sharding.layout.state_layout import Layout, padded
 from jshard.sharding.layout.values.initial_values import mark_stacked, prepare
+from jshard.sharding.layout.values.magnitudes import start_magnitudes
 from jshard.sharding.pipeline.requirements import check_pipeline
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step import checks, given

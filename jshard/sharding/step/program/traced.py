@@ -11,9 +11,9 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
-from jshard.nn.count import Count
-from jshard.nn.dropout import merge_state
 from jshard.sharding.layout.state_layout import Layout
+from jshard.sharding.layout.values.random_streams import merge_state
+from jshard.sharding.settings.count import Count
 from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import manual_axes, sequence_axes
 from jshard.sharding.settings.scopes import BESIDE_TOKENS

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard.nn.dropout import is_random
+from jshard.sharding.layout.values.random_streams import is_random
 from jshard.sharding.layout.variables import array_keys
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata

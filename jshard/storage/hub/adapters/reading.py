@@ -11,8 +11,9 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from jshard.nn.adapted import ALPHA, MAGNITUDE, STABILIZED, A
+from jshard.nn.adapted import ALPHA, STABILIZED, A
 from jshard.sharding.layout.padding import shape_of_layer
+from jshard.sharding.layout.values.magnitudes import MAGNITUDE
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata
 from jshard.storage.hub.adapters.targets import pattern_of

@@ -3,6 +3,7 @@
 import os
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import flax
@@ -10,7 +11,7 @@ from jax._src import source_info_util as source
 
 from jshard.system.compat import jaxprs
 
-_JSHARD = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_JSHARD = str(Path(__file__).parents[3])
 _LIBS = (f"{_JSHARD}/", f"{os.path.dirname(flax.__file__)}/")
 
 
