@@ -185,8 +185,9 @@ def jax_0_11(session: nox.Session) -> None:
     """JAX 0.11.2, which images for GPUs carry: a smoke test."""
     python = newer(session, ".[test]", "jax==0.11.2")
     train_elsewhere(session, python, MADE / "programs-0.11")
-    files = """tests/test_parity.py tests/sharding/units/test_functional.py tests/system/compat
-        tests/sharding/collectives/test_collectives.py tests/storage/checkpoint/test_checkpoint.py"""
+    files = """tests/test_parity.py tests/sharding/units/test_functional.py
+        tests/system/compat tests/sharding/collectives/test_collectives.py
+        tests/storage/checkpoint/test_checkpoint.py"""
     pytest(session, python, f"-n 0 {part(8)} {files}", env=KEPT)
 
 
@@ -198,8 +199,9 @@ def jax_newest(session: nox.Session) -> None:
     # jax alone keeps jaxlib.
     python = newer(session, ".[test]", "--upgrade", "jax", "jaxlib")
     # Not the command line, data, reports and processes again.
-    files = """tests/sharding/collectives tests/sharding/cpu tests/sharding/units tests/sharding/update tests/nn tests/sharding/layout
-        tests/sharding/axes tests/system/compat tests/test_parity.py tests/sharding/step/test_wrt.py
+    files = """tests/sharding/layout tests/sharding/axes tests/sharding/cpu
+        tests/sharding/collectives tests/sharding/update tests/sharding/units tests/nn
+        tests/system/compat tests/test_parity.py tests/sharding/step/test_wrt.py
         tests/sharding/step/test_existing_model.py tests/sharding/settings/test_mesh.py
         tests/sharding/settings/test_precision.py tests/storage/checkpoint/test_checkpoint.py
         tests/storage/checkpoint/test_restore_memory.py"""
@@ -272,7 +274,8 @@ def loggers(session: nox.Session) -> None:
 def buckets(session: nox.Session) -> None:
     """Checkpoints and runs in buckets, of servers on loopback."""
     python = environment(session, DEV, ".[dev,buckets-test]")
-    files = "tests/storage/checkpoint/test_buckets.py tests/storage/checkpoint/test_bucket_files.py"
+    folder = "tests/storage/checkpoint"
+    files = f"{folder}/test_buckets.py {folder}/test_bucket_files.py"
     pytest(session, python, f"-n 0 -m '' {files}")
     if is_turn(1, 2):
         pytest(

@@ -89,7 +89,7 @@ def relink(app: Any, docname: str, source: list[str]) -> None:
 
 
 def public_name(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """Links jshard.sharding.settings.state.TrainState, as annotations say, to jshard.TrainState."""
+    """Links the place of a class, which annotations say, to its public name."""
     import jshard
 
     name = node.get("reftarget", "").rpartition(".")[2]

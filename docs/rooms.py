@@ -1,86 +1,26 @@
-"""Draws docs/rooms.svg: the modules of jshard/ and the imports between them.
+"""Draws docs/rooms.svg: the folders of jshard/ and the imports between them.
 
     python docs/rooms.py
 
-reads the imports of every file with ``ast`` and imports nothing itself. A room, one
-module of the design, is a folder or some files of jshard/; imports go down. The
-picture leaves out an arrow that follows from two others.
+A module of the design is a folder of jshard/, or of jshard/sharding/. Their order is
+that of the list in docs/architecture.md, and each imports only those before it. The
+files beside the folders are the commands and the public names, which come last. The
+script reads files with ``ast`` and imports nothing itself. The picture leaves out an
+arrow that follows from others.
 """
 
 import ast
+import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
 PICTURE = REPOSITORY / "docs" / "rooms.svg"
-
-
-class Room(NamedTuple):
-    """A box of the picture.
-
-    Attributes:
-      floor: its layer; 0 is the ground. A module imports from lower layers only.
-      left: left edge of the box, in pixels; so ``right``.
-      what: what the module is for.
-      files: the files and folders that it consists of, in jshard/; none for the folder
-        of its name. A file counts to the module that names it, not to its folder's.
-      ordered: whether each of these imports only those that are named before it.
-    """
-
-    floor: int
-    left: int
-    right: int
-    what: str
-    files: str = ""
-    ordered: bool = False
-
-
-ROOMS = {
-    "commands": Room(
-        9, 0, 510, "parse, build, run: python -m jshard.NAME",
-        "train launch inspect export tokenize generate perplexity __main__ "
-        "evaluate/__main__ report/__main__",
-    ),
-    "surface": Room(
-        9, 525, 720, "the public names", "__init__ functional linen testing"
-    ),
-    "plan": Room(9, 735, 860, "for absent GPUs"),
-    "training": Room(
-        8, 0, 860, "what a run adds to the library, from its config to the Trainer",
-        "config data recipe report run fit evaluate training trained", ordered=True,
-    ),
-    "checkpoint": Room(
-        7, 0, 230, "save, verify, restore, convert", "checkpoint hub", ordered=True
-    ),
-    "generation": Room(7, 260, 450, "decoding, sampling"),
-    "start-up note": Room(
-        7, 480, 700, "a step's counts, in words", "plan/start_up plan/state_note"
-    ),
-    "fsdp": Room(
-        6, 260, 706, "mesh and policy to states and jitted steps", "fsdp pipe"
-    ),
-    "nn": Room(5, 0, 450, "losses, attention, dropout"),
-    "optim": Room(5, 470, 620, "the update of the shards"),
-    "unit": Room(
-        4, 120, 450, "gather, run, drop", "unit float8 pipe/call parallel/partial_sums"
-    ),
-    "cpu": Room(4, 634, 706, "order, pace"),
-    "collectives": Room(3, 120, 450, "gather, scatter, reduce"),
-    "layout": Room(
-        2, 120, 560, "where every array lives: specs, memory kinds, values",
-        "layout four_bit parallel/splits pipe/stages pipe/schedule",
-    ),
-    "distributed": Room(3, 720, 860, "jobs, heartbeat"),
-    "cli": Room(2, 720, 860, "one-line errors"),
-    "compat": Room(1, 120, 860, "private and versioned calls of JAX and Orbax"),
-    "parallel": Room(1, 0, 100, "its axes"),
-    "ground": Room(
-        0, 0, 860, "mesh axes, all knobs, TrainState",
-        "errors cli/formatting cli/knob compat/versions "
-        "fsdp/callers_mesh fsdp/mesh fsdp/policy fsdp/precision fsdp/scopes fsdp/state "
-        "pipe/in_stages",
-    ),
-}  # fmt: skip
+PAGE = REPOSITORY / "docs" / "architecture.md"
+LIBRARY = "sharding"  # the folder whose own folders are modules, too
+COMMANDS, NAMES = "the commands", "the public names"
+LINKS = ("models", "recipes")  # to folders at the top level
 
 
 class Import(NamedTuple):
@@ -93,19 +33,38 @@ class Import(NamedTuple):
     of: str
 
 
+def order(page: Path = PAGE) -> list[str]:
+    """The modules in the order of the page's list, the lowest first."""
+    listed = page.read_text().partition("\nFrom the bottom up")[2].partition("\n#")[0]
+    found = re.findall(r"^( *)- \*\*`?([\w ]+)", listed, re.MULTILINE)
+    names = [f"{LIBRARY}/{name}" if indent else name for indent, name in found]
+    return [name for name in names if name != LIBRARY]
+
+
+def modules(repository: Path = REPOSITORY) -> dict[str, Path]:
+    """The files of jshard/ by the name of their module."""
+    paths = sorted((repository / "jshard").rglob("*.py"))
+    names = {path.relative_to(repository).with_suffix(""): path for path in paths}
+    return {
+        ".".join(name.parts).removesuffix(".__init__"): path
+        for name, path in names.items()
+        if name.parts[1] not in LINKS
+    }
+
+
 def imports(repository: Path = REPOSITORY) -> list[Import]:
     """Every import of one of jshard's modules by another, sorted by file."""
-    files = {
-        ".".join(path.relative_to(repository).with_suffix("").parts): path
-        for path in sorted((repository / "jshard").rglob("*.py"))
-    }
-    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    found = modules(repository)
     return [
         Import(
-            str(path.relative_to(repository)), line, _room(name), target, _room(target)
+            str(path.relative_to(repository)),
+            line,
+            room(path.relative_to(repository)),
+            target,
+            room(found[target].relative_to(repository)),
         )
-        for name, path in modules.items()
-        for line, target in _imported(ast.parse(path.read_text()), modules)
+        for name, path in found.items()
+        for line, target in _imported(ast.parse(path.read_text()), found)
         if target != name
     ]
 
@@ -127,84 +86,125 @@ def _imported(tree: ast.Module, modules: dict[str, Path]) -> list[tuple[int, str
     return [(line, name) for line, name in found if name in modules]
 
 
-def _room(module: str) -> str:
-    """The room that names the module's file, or its folder, in jshard/."""
-    return _place(module)[0]
+def room(file: Path) -> str:
+    """The module of the design that a file, relative to the repository, is in."""
+    _, *folders, name = file.parts
+    if folders:
+        library = folders[0] == LIBRARY and len(folders) > 1
+        return "/".join(folders[: 1 + library])
+    source = (REPOSITORY / file).read_text() if (REPOSITORY / file).exists() else ""
+    return COMMANDS if name == "__main__.py" or "def main(" in source else NAMES
 
 
-def _place(module: str) -> tuple[str, int]:
-    """The module's room, and which of the room's files and folders it is in."""
-    _, *names = module.split(".")
-    for end in (len(names), 1):
-        path = "/".join(names[:end]) or "__init__"
-        for name, room in ROOMS.items():
-            if path in (files := room.files.split() or [name]):
-                return name, files.index(path)
-    raise KeyError(f"{module} is in no module of docs/rooms.py")
-
-
-def _goes_back(one: Import) -> bool:
-    """Whether an import within an ordered room is of what is named after it."""
-    module = ".".join(Path(one.file).with_suffix("").parts).removesuffix(".__init__")
-    own, other = _place(module), _place(one.module)
-    return own[0] == other[0] and ROOMS[own[0]].ordered and own[1] < other[1]
-
-
-def against_the_arrows(found: list[Import]) -> list[str]:
-    """A line for each import that does not go down, or goes back within a room."""
+def against_the_order(found: list[Import]) -> list[str]:
+    """A line for each import of what comes later in the list of the page."""
+    ranks = {name: rank for rank, name in enumerate(order())}
     return [
-        f"{i.file}:{i.line} imports {i.module}, which {i.room} names after it"
+        f"{i.file}:{i.line} imports {i.module}, but {i.of} comes after {i.room} in the "
+        "list of docs/architecture.md"
         for i in found
-        if _goes_back(i)
-    ] + [
-        f"{i.file}:{i.line} imports {i.module}, but {i.room} (layer "
-        f"{ROOMS[i.room].floor}) may import only from lower layers, and {i.of} is in "
-        f"layer {ROOMS[i.of].floor}"
-        for i in found
-        if i.room != i.of and ROOMS[i.of].floor >= ROOMS[i.room].floor
+        if ranks[i.room] < ranks[i.of]
     ]
+
+
+def circles(found: list[Import]) -> list[str]:
+    """A line for each two folders within one folder that import each other."""
+    pairs: dict[tuple[str, str], str] = {}
+    for i in found:
+        one = Path(i.file).parent.parts
+        other = Path(*i.module.split(".")).parts
+        other = other if (REPOSITORY / Path(*other)).is_dir() else other[:-1]
+        same = 0
+        while same < min(len(one), len(other)) and one[same] == other[same]:
+            same += 1
+        if same < min(len(one), len(other)):
+            ends = "/".join(one[: same + 1]), "/".join(other[: same + 1])
+            pairs.setdefault(ends, f"{i.file}:{i.line} imports {i.module}")
+    return [
+        f"{line}, and {pairs[other, one]}"
+        for (one, other), line in pairs.items()
+        if one < other and (other, one) in pairs
+    ]
+
+
+def direct(found: list[Import]) -> dict[str, set[str]]:
+    """The modules that each imports, in the order of the list."""
+    return {name: {i.of for i in found if i.room == name} - {name} for name in order()}
 
 
 def arrows(found: list[Import]) -> list[tuple[str, str]]:
-    """Pairs of rooms with an import, but those that others lead to."""
-    direct = {room: {i.of for i in found if i.room == room} - {room} for room in ROOMS}
-    reached: dict[str, set[str]] = {}
-    for room in sorted(ROOMS, key=lambda name: ROOMS[name].floor):
-        reached[room] = direct[room].union(*(reached.get(r, ()) for r in direct[room]))
+    """Pairs of modules with an import, but those that others lead to."""
+    ways, reached = direct(found), dict[str, set[str]]()
+    for name, targets in ways.items():
+        reached[name] = targets.union(*(reached.get(to, ()) for to in targets))
     return [
-        (room, to)
-        for room in ROOMS
-        for to in ROOMS
-        if to in direct[room] and not any(to in reached[via] for via in direct[room])
+        (name, to)
+        for name, targets in ways.items()
+        for to in order()
+        if to in targets and not any(to in reached[via] for via in targets)
     ]
 
 
-WIDTH, HEIGHT, PITCH, MARGIN = 860, 44, 68, 12
+def levels(found: list[Import]) -> dict[str, int]:
+    """How many modules are below each, on the longest way down."""
+    level: dict[str, int] = {}
+    for name, targets in direct(found).items():
+        level[name] = 1 + max((level[to] for to in targets), default=-1)
+    return level
+
+
+WIDTH, BOX, HEIGHT, PITCH, MARGIN = 860, 350, 36, 56, 12
 FONT = "font-family='Helvetica, Arial, DejaVu Sans, sans-serif'"
-TOP = max(room.floor for room in ROOMS.values())
+BESIDE = {COMMANDS: "parse, build, run", NAMES: "what a program imports"}
 
 
-def _top(name: str) -> int:
-    return (TOP - ROOMS[name].floor) * PITCH
+def subject(name: str) -> str:
+    """What a module is for: the first sentence of its ``__init__.py``."""
+    if name in BESIDE:
+        return BESIDE[name]
+    source = (REPOSITORY / "jshard" / name / "__init__.py").read_text()
+    text = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
+    return " ".join(text.split()).partition(". ")[0].replace("``", "").rstrip(".")
 
 
-def _ends(source: Room, target: Room) -> tuple[int, int]:
-    """Where an arrow leaves and arrives: straight down where the boxes overlap."""
-    left, right = max(source.left, target.left), min(source.right, target.right)
-    if left < right:
-        return (left + right) // 2, (left + right) // 2
-    if source.right <= target.left:
-        return source.right - 12, target.left + 24
-    return source.left + 24, target.right - 24
+def places(found: list[Import]) -> dict[str, tuple[int, int]]:
+    """The middle of each box and the row of it, counted from the bottom."""
+    rows = levels(found)
+    number = Counter(rows.values())
+    seen: Counter[int] = Counter()
+    at = {}
+    for name, row in rows.items():
+        seen[row] += 1
+        at[name] = WIDTH * (2 * seen[row] - 1) // (2 * number[row]), row
+    return at
 
 
-def _shown(path: str) -> str:
-    return f"{path}/" if (REPOSITORY / "jshard" / path).is_dir() else path
+def _wide(number: int) -> int:
+    """The width of each of so many boxes in a row."""
+    return min(BOX, WIDTH // number - MARGIN)
+
+
+def _way(
+    source: tuple[int, int], target: tuple[int, int], top: int, number: Counter[int]
+) -> str:
+    """The path of an arrow: straight to the next row, around the rows between."""
+    (x, row), (to, below) = source, target
+    y, end = (top - row) * PITCH, (top - below) * PITCH
+    if row - below == 1:
+        return f"M{x} {y + HEIGHT} {to} {end - 2}"
+    side = 1 if to >= WIDTH // 2 else -1
+    x, to = x + side * _wide(number[row]) // 2, to + side * _wide(number[below]) // 2
+    y, end = y + HEIGHT // 2, end + HEIGHT // 2
+    out = side * (16 + 5 * (row - below))
+    return f"M{x} {y} C{x + out} {y} {to + out} {end} {to + 2 * side} {end}"
 
 
 def svg(found: list[Import]) -> str:
     """The picture."""
-    width, height = WIDTH + 2 * MARGIN, TOP * PITCH + HEIGHT + 2 * MARGIN
+    at = places(found)
+    top = max(row for _, row in at.values())
+    width, height = WIDTH + 2 * MARGIN, top * PITCH + HEIGHT + 2 * MARGIN
+    number = Counter(row for _, row in at.values())
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
         f"viewBox='{-MARGIN} {-MARGIN} {width} {height}' role='img' {FONT}>",
@@ -216,22 +216,22 @@ def svg(found: list[Import]) -> str:
         "fill='#fff'/>",
     ]
     for source, target in arrows(found):
-        x, to = _ends(ROOMS[source], ROOMS[target])
+        way = _way(at[source], at[target], top, number)
         lines.append(
-            f"<path d='M{x} {_top(source) + HEIGHT} {to} {_top(target) - 2}' "
-            "stroke='#667' stroke-width='1.4' fill='none' marker-end='url(#head)'/>"
+            f"<path d='{way}' stroke='#667' stroke-width='1.4' fill='none' "
+            "marker-end='url(#head)'/>"
         )
-    for name, room in ROOMS.items():
-        title = ", ".join(map(_shown, room.files.split() or [name]))
-        fill = "#fdecc8" if name == "unit" else "#eef3fb"
-        middle, y = (room.left + room.right) // 2, _top(name)
+    for name, (x, row) in at.items():
+        wide, y = _wide(number[row]), (top - row) * PITCH
+        fill = "#fdecc8" if name.startswith(LIBRARY) else "#eef3fb"
+        title = name if name in BESIDE else f"{name}/"
         lines += [
-            f"<rect x='{room.left}' y='{y}' width='{room.right - room.left}' "
-            f"height='{HEIGHT}' rx='5' fill='{fill}' stroke='#89a'/>",
-            f"<text x='{middle}' y='{y + 18}' text-anchor='middle' font-size='13' "
+            f"<rect x='{x - wide // 2}' y='{y}' width='{wide}' height='{HEIGHT}' "
+            f"rx='5' fill='{fill}' stroke='#89a'/>",
+            f"<text x='{x}' y='{y + 15}' text-anchor='middle' font-size='13' "
             f"font-weight='bold' fill='#223'>{title}</text>",
-            f"<text x='{middle}' y='{y + 35}' text-anchor='middle' font-size='12' "
-            f"fill='#445'>{room.what}</text>",
+            f"<text x='{x}' y='{y + 29}' text-anchor='middle' font-size='11' "
+            f"fill='#445'>{subject(name)}</text>",
         ]
     return "\n".join([*lines, "</svg>", ""])
 

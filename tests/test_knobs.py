@@ -16,7 +16,7 @@ from jshard.recipe.config.shared_keys import DEFAULTS
 from jshard.system.cli.knob import Knob, described, knob, knobs
 
 ROOT = Path(__file__).parents[1]
-# These have a form of their own in a config, read by jshard/recipe/config/policy_keys.py.
+# These have a form of their own in a config, read by recipe/config/policy_keys.py.
 WITH_OWN_FORM = {"remat", "overrides"}
 
 

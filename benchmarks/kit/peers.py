@@ -43,7 +43,7 @@ def parts(card: str | None) -> list[Part]:
             job.name,
             partial(compare, job=job, gpu=card is not None),
             400,
-            # With several, GSPMD's program might hang on CPUs (jshard/sharding/cpu/order.py).
+            # With several, GSPMD's program might hang on CPUs (sharding/cpu/order.py).
             {"JAX_NUM_CPU_DEVICES": "1"},
         )
         for job in jobs(card)

@@ -1,1 +1,1 @@
-"""Data: corpora, datasets, and the batches of a process."""
+"""Examples, tokenizers, and the batch of a step."""

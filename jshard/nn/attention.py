@@ -70,7 +70,8 @@ def dot_product_attention(
       says why; and else "xla".
 
     In a step that splits sequences over the mesh's "context" axis, queries, keys and
-    ids are this device's parts, and devices exchange heads (``sharding/axes/context.py``).
+    ids are this device's parts, and devices exchange heads
+    (``sharding/axes/context.py``).
 
     Args:
       q_BTNH: queries, floating.

@@ -17,6 +17,7 @@ from flax import nnx
 from jshard.nn import adapted
 from jshard.nn.dropout import Dropout
 from jshard.sharding.layout.layer_dims import IN_LAYER, layer_dims, mark_layers
+from jshard.sharding.layout.values.magnitudes import MAGNITUDE
 from jshard.sharding.layout.variables import replace
 from jshard.sharding.units.modules import Stack, is_unit
 from jshard.system.errors import UserError, some_of
@@ -105,7 +106,7 @@ def add_lora(
             _leave_out(name, layer, layers[name], dora)
         if dora:
             norms = adapted.column_norms(adapted.weight_of(layer).get_value())
-            _add(layer, adapted.MAGNITUDE, norms.astype(param_dtype))
+            _add(layer, MAGNITUDE, norms.astype(param_dtype))
         if dropout and linear:
             noise = _stacked_dropout(dropout, adapted.weight_of(layer), rngs)
             setattr(layer, adapted.DROPOUT, noise)

@@ -1,4 +1,4 @@
-"""Planning for absent GPUs: steps are compiled, not run.
+"""Steps on GPUs that are not there, compiled and not run.
 
 Needs the CUDA plugin of the installed JAX, but no GPU: ``pip install 'jshard[plan]'``.
 ``describe``, the start-up note of any step, needs nothing. The core never imports this

@@ -1,1 +1,1 @@
-"""A recipe: one Python file, its functions, and what they make on a mesh."""
+"""What to train: a Python file, its config, its parameters."""

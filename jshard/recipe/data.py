@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from jshard.data.dataset import Dataset, Sets, as_dataset, as_sets
 from jshard.recipe.config.run_config import Config
 from jshard.system.errors import UserError
 

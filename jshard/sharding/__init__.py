@@ -1,1 +1,1 @@
-"""Sharded training: from a mesh and a policy to states and steps."""
+"""The library: from a mesh and a policy to states and steps."""

@@ -1,1 +1,1 @@
-"""Arrays in files: checkpoints, Hugging Face's folders, adapters, safetensors."""
+"""Arrays in files: checkpoints, Hugging Face's, adapters."""

@@ -1,1 +1,1 @@
-"""What a program needs around it: errors, options, files, processes, and compat/."""
+"""What a program needs around it, ``compat/`` included."""

@@ -1,4 +1,4 @@
-"""What ``python -m jshard.train`` and ``jshard.Trainer`` add to the library."""
+"""A run: the loop, its folder, its report."""
 
 from jshard.training.callbacks.hooks import StopTraining, early_stopping
 

@@ -58,8 +58,8 @@ def x64_of_all_threads():
 
 # What computes on the host, and a kernel, on 3 and 2 devices. Arrays in no Variable are
 # below. Branches, loops and the exact GELU are in
-# tests/sharding/units/test_foreign_layers.py, too, units in branches in tests/sharding/units/test_equal.py,
-# effects in tests/sharding/units/test_effects.py, convolutions in tests/recipes.
+# test_foreign_layers.py of units, too, units in branches in its test_equal.py, effects
+# in its test_effects.py, convolutions in tests/recipes.
 DEFAULT = [
     case(name, *PROGRAMS[name].default) for name in ("pure-callback", "pallas-rule")
 ]

@@ -105,7 +105,7 @@ def tests_of(file):
             test for where, tests in rows() if starts(file, where) for test in tests
         ]
     if top == "jshard" and len(folders) > 1:
-        found.append(f"tests/{folders[0]}")
+        found.append("/".join(["tests", *folders[:-1]]))
     return [test for test in found if (REPOSITORY / test).exists()]
 
 

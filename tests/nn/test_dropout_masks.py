@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import jshard
 from jshard.nn import dropout
 from jshard.sharding.collectives.microbatch import microbatch
+from jshard.sharding.layout.values import random_streams
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.mesh import batch_spec, split_sequences
 
@@ -136,11 +137,11 @@ def values(state: Any) -> dict[str, Any]:
 
 
 def test_streams_whose_draws_depend_on_the_mesh_are_named():
-    assert dropout.plain_streams(Streams()) == ["key", "stream"]
-    assert dropout.plain_streams(make()) == []
+    assert random_streams.plain_streams(Streams()) == ["key", "stream"]
+    assert random_streams.plain_streams(make()) == []
     state = nnx.state(Streams())
     named = {".".join(map(str, p)): v for p, v in nnx.to_flat_state(state)}
-    random = {name for name, x in named.items() if dropout.is_random(x)}
+    random = {name for name, x in named.items() if random_streams.is_random(x)}
     assert random == {"stream.key", "stream.count", "dropout.key", "dropout.count"}
 
 
@@ -155,7 +156,7 @@ def test_a_micro_batch_leaves_counts_and_keys_to_the_last():
     drawn = {"stream.count", "key", "dropout.count"}
     old, new = values(before), values(after)
     for last in (False, jnp.asarray(False), True, jnp.asarray(True)):
-        got = values(dropout.merge_state(before, after, last=last))
+        got = values(random_streams.merge_state(before, after, last=last))
         want = {
             name: old[name] if name in drawn and not last else new[name] for name in new
         }
@@ -163,13 +164,13 @@ def test_a_micro_batch_leaves_counts_and_keys_to_the_last():
     # The key of a Dropout never moves.
     other = jax.tree.map(lambda x: x, after)
     other["dropout"]["key"] = after["dropout"]["key"].copy(jax.random.key(9))
-    assert values(dropout.merge_state(before, other)) == new
+    assert values(random_streams.merge_state(before, other)) == new
 
 
 def test_keys_are_folded_for_a_device_and_stored_without_it():
     before: Any = nnx.state(Streams())
     number = jnp.uint32(3)
-    given: Any = dropout.fold_streams(before, number)
+    given: Any = random_streams.fold_streams(before, number)
     fold = lambda key, *numbers: jax.random.key_data(
         jax.random.fold_in(key, numbers[0])
         if len(numbers) == 1
@@ -178,7 +179,7 @@ def test_keys_are_folded_for_a_device_and_stored_without_it():
     want = values(before)
     own = before["key"].get_value()
     want["key"] = fold(own, 0, 3)
-    bare: Any = dropout.fold_streams(nnx.State({"key": own}), number)["key"]
+    bare: Any = random_streams.fold_streams(nnx.State({"key": own}), number)["key"]
     assert jax.random.key_data(bare).tolist() == want["key"]
     want["stream.key"] = fold(before["stream"]["key"].get_value(), 0, 3)
     assert values(given) == want
@@ -192,7 +193,7 @@ def test_keys_are_folded_for_a_device_and_stored_without_it():
                 replaced[0] & replace, jax.random.key(8), given["key"].get_value()
             )
             after["key"] = given["key"].copy(other)
-            state: Any = dropout.unfold_streams(before, given, after)
+            state: Any = random_streams.unfold_streams(before, given, after)
             return jax.random.key_data(state["key"].get_value())
 
         spec = jax.sharding.PartitionSpec("fsdp")

@@ -161,8 +161,9 @@ def test_a_change_touches_the_tests_that_the_table_names(file):
     found = rings.tests_of(file)
     expected = {
         "jshard/sharding/units/stack.py": {
-            "tests/sharding/units", "tests/test_parity.py", "tests/sharding/units/test_schedules.py",
-            "tests/sharding/collectives/test_collectives.py", "tests/sharding/units/test_closed_form.py",
+            "tests/sharding/units", "tests/sharding/units/test_closed_form.py",
+            "tests/sharding/units/test_schedules.py", "tests/test_parity.py",
+            "tests/sharding/collectives/test_collectives.py",
         },
         "models/gpt.py": {"tests/recipes/"},
         "README.md": {"tests/docs/"},

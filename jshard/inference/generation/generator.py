@@ -245,8 +245,8 @@ def generate(
     Args:
       model: an NNX model with ``init_cache`` and ``decode``, or an encoder-decoder with
         ``encode`` and ``decode``, which answers the prompts; it is copied to one
-        device. Or a ``jshard.inference.generation.Generator``, for several devices, for sharded
-        weights, or to compile only once for several calls.
+        device. Or a ``jshard.inference.generation.Generator``, for several devices, for
+        sharded weights, or to compile only once for several calls.
       prompts: token ids, at least one each; with a tokenizer, texts.
       length: tokens to generate after each prompt; fewer where the context ends.
       temperature: divides the logits; 0 always takes the likeliest token.

@@ -3,7 +3,8 @@
 The direction comes from the JAX operation of an instruction, and so does the scope of
 layers. Instructions that XLA adds have no operation: in a loop over layers they have
 its direction, and elsewhere kernels belong to the phase of the kernel before them. The
-words are also scopes (``jshard.sharding.settings.scopes``), which a profile of the step shows.
+words are also scopes (``jshard.sharding.settings.scopes``), which a profile of the step
+shows.
 """
 
 import bisect

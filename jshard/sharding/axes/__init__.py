@@ -1,1 +1,1 @@
-"""The axes "context", "tensor" and "expert": exchanges, and what models declare."""
+"""What the axes "context", "tensor" and "expert" exchange."""

@@ -1,1 +1,1 @@
-"""Gathers and scatters of parameters, and sums: nothing else communicates them."""
+"""Gathers and scatters of parameters, and sums."""

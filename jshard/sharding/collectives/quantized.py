@@ -5,9 +5,9 @@ ZeRO++ (Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication 
 Giant Model Training", section 3.1). Every block of 256 values is sent with its own
 scale, so an outlier reduces the precision of its own block only.
 
-Operands of float8 products (``jshard.sharding.float8.products``) have one scale for the tensor,
-as cuBLASLt wants it, or one for each 32 values, as cuDNN does on Blackwell. Their
-values stay in float8, or in four bits (``float4.py``).
+Operands of float8 products (``jshard.sharding.float8.products``) have one scale for the
+tensor, as cuBLASLt wants it, or one for each 32 values, as cuDNN does on Blackwell.
+Their values stay in float8, or in four bits (``float4.py``).
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""What only CPUs need: the order and the pace of collectives."""
+"""The order and the pace of collectives on CPUs."""

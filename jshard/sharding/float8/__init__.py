@@ -1,1 +1,1 @@
-"""Float8: which products meet in one byte, and how their weights are gathered."""
+"""Products in one byte or less, and gathers of their weights."""

@@ -1,1 +1,1 @@
-"""State layout: placements, partition specs, memory kinds and initial values."""
+"""Where every array lives: placements, memory kinds, values."""

@@ -44,7 +44,8 @@ def shard_dim(
     This is the first dimension after the layer dimensions that ``shards`` divides and
     that no other mesh axis splits. Shards of the first dimension are contiguous, so
     collectives need no transposes. Embedding tables use the last such dimension
-    instead, so that every device has a part of each row (``sharding/collectives/embedding.py``).
+    instead, so that every device has a part of each row
+    (``collectives/embedding.py``).
 
     Args:
       shape: the parameter's shape, layer dimensions first.

@@ -1,1 +1,1 @@
-"""Pipelines: a Stack's layers in stages, and the micro-batches that pass them."""
+"""The stages of a Stack, and their schedule."""

@@ -24,7 +24,7 @@ from jshard.sharding.pipeline.stages import Stages
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS as LAYERS_SCOPE
-from jshard.sharding.units import prefetch as pipeline
+from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units import stack
 from jshard.sharding.units.dataflow import dependencies
 from jshard.sharding.units.layers import Segment, put_layer, with_consts
@@ -73,7 +73,7 @@ class Call:
 
     def forward(self, stacked: Inputs, consts: list) -> tuple[Any, Any]:
         """Returns the carry after the last layer, and what the backward needs."""
-        run = pipeline.forward if self.prefetch else stack.forward
+        run = prefetched.forward if self.prefetch else stack.forward
         (carry, *_), saved = run(self.segments, [], True, stacked, consts, [])
         if self.prefetch:  # a layer's full weights, of each micro-batch, would be kept
             return carry, [(*needed, None) for *needed, _ in saved[3]]
@@ -84,7 +84,7 @@ class Call:
         self, part: int, stacked: Inputs, consts: list, needed: Any, carry_ct: Any
     ) -> Inputs:
         """Returns the gradients of a segment, those of its own rows."""
-        run = pipeline if self.prefetch else stack
+        run = prefetched if self.prefetch else stack
         segments = with_consts(self.segments, consts)
         start, stop, layer, outside, unroll = segments[part]
         rows = jax.tree.map(lambda x: x[start:stop], (stacked.weights, stacked.xs))
@@ -119,8 +119,8 @@ def leave_open(
     carry: Any,
     args: Sequence[jax.Array],
     policy: UnitPolicy,
-    stages: Stages,
     *,
+    stages: Stages,
     beside: tuple[Sequence[jax.Array], Sequence[Placement]] = ((), ()),
 ) -> Callable[[], tuple[Any, Any, list[jax.Array]]]:
     """Does what ``make_scan`` does, but leaves the layers to the schedule.

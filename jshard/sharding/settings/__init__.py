@@ -1,1 +1,1 @@
-"""What is said: the mesh, the policy, precisions, the loss, and the state."""
+"""What is said: mesh, Policy, Precision, Loss, and TrainState."""

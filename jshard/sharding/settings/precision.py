@@ -37,7 +37,7 @@ class Precision:
         kind=str,
         choices=(*FLOATING, *ONE_BYTE),
         more="int8, float8_e4m3fn and float8_e5m2 are scaled in blocks "
-        "(``sharding/collectives/quantized.py``). Adapters (``nnx.LoRAParam``) are small and "
+        "(``collectives/quantized.py``). Adapters (``nnx.LoRAParam``) are small and "
         "learn in small steps: in place of one byte they are gathered in the dtype "
         "of compute.",
     )

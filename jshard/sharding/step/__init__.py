@@ -1,1 +1,1 @@
-"""FSDP: a mesh and a policy, and the states and steps that they make."""
+"""``FSDP``, and one device's program."""

@@ -55,8 +55,8 @@ def from_seed(make_model: Any) -> Callable[[jax.Array], nnx.Module]:
         pass
 
     def make(seed: jax.Array) -> nnx.Module:
-        # sharding/layout/specs.py reads the annotations of further mesh axes; Flax must not act
-        # on them.
+        # layout/specs.py reads the annotations of further mesh axes; Flax must not
+        # act on them.
         with nnx.use_eager_sharding(False):
             model = make_model(nnx.Rngs(jax.random.key(seed)))
         _refuse_linen("make_model returned", model)

@@ -30,6 +30,7 @@ from jshard.sharding.layout.values.random_streams import (
     unfold_streams,
 )
 from jshard.sharding.layout.variables import variables
+from jshard.sharding.pipeline.call import leave_open
 from jshard.sharding.pipeline.moves import from_stages, to_stages
 from jshard.sharding.pipeline.pipelined_step import pipelined
 from jshard.sharding.pipeline.stages import divide
@@ -93,7 +94,9 @@ def build(
         model.eval()
     make_parallel(model, tensor_parallel)
     make_units(model, units)
-    make_sharded(model, layout.policy, layout.places, layout.stages)
+    stages = layout.stages
+    of_stages = None if stages is None else functools.partial(leave_open, stages=stages)
+    make_sharded(model, layout.policy, layout.places, of_stages)
     if not training or layout.policy.reshard_root is False:
         gather_root(model)
     return model

@@ -1,1 +1,1 @@
-"""The algorithm: gather, compute, drop; gather again, transpose, reduce-scatter."""
+"""The algorithm: gather, run, drop."""

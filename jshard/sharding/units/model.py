@@ -17,7 +17,6 @@ from jshard.sharding.float8.products import fits, take_float8
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.variables import of_class, replace, variables
-from jshard.sharding.pipeline.stages import Stages
 from jshard.sharding.settings.mesh import AXES, manual_axes, names_of
 from jshard.sharding.settings.policy import Policy, Reshard, UnitPolicy
 from jshard.sharding.settings.precision import own_dtype, set_compute_dtype
@@ -82,11 +81,11 @@ def make_sharded(
     model: nnx.Module,
     policy: Policy,
     placements: dict[tuple, Placement],
-    stages: Stages | None = None,
+    run_layers: Callable | None = None,
 ) -> None:
     """Replaces every parameter with a Shard and gives every unit its policy.
 
-    ``stages`` are those of the Stack in a pipeline.
+    ``run_layers`` takes the place of ``make_scan`` in the Stack of a pipeline.
     """
     modules = list(nnx.iter_modules(model))
     units = [path for path, module in modules if is_unit(module)]
@@ -106,8 +105,8 @@ def make_sharded(
             if any(path[: len(unit)] == unit for unit in units if unit != path):
                 of_unit = dataclasses.replace(of_unit, prefetch=False)
             module.unit_policy = of_unit
-            if stages is not None and isinstance(module, Stack):
-                module.stages = stages
+            if run_layers is not None and isinstance(module, Stack):
+                module.run_layers = run_layers
     sharded: dict[int, nnx.Variable] = {}
     for path, variable in variables(model):
         if path in placements:

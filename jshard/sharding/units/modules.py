@@ -29,8 +29,6 @@ from jshard.sharding.layout.variables import (
     reachable,
     variables,
 )
-from jshard.sharding.pipeline.call import leave_open
-from jshard.sharding.pipeline.stages import Stages
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units import calls
 from jshard.sharding.units.outside.shards import (
@@ -97,7 +95,7 @@ class Stack(Derived, pytree=False):
     """
 
     unit_policy: UnitPolicy | None = None
-    stages: Stages | None = None  # in a step whose layers are a pipeline's
+    run_layers: Callable | None = None  # of a pipeline; else ``make_scan``
 
     if TYPE_CHECKING:
 
@@ -202,7 +200,7 @@ def own_paths(module: nnx.Module) -> set[tuple]:
 def make_plain(module: Any) -> None:
     """Undoes Unit or Stack, in place: restores the original class of the module."""
     vars(module).pop("unit_policy", None)
-    vars(module).pop("stages", None)
+    vars(module).pop("run_layers", None)
     become(module, type(module).plain_class)
 
 
@@ -329,9 +327,8 @@ def prepare_layers(
     if policy is not None:
         of_layers = in_float8(layer, shards, places, stacked=True)
         inputs = *of_layers, rest, carry, extra, policy
-        if stack.stages is None:
-            return make_scan(*inputs, beside=beside), finish
-        return leave_open(*inputs, stack.stages, beside=beside), finish
+        run_layers = stack.run_layers or make_scan
+        return run_layers(*inputs, beside=beside), finish
 
     def body(carry, rest):
         (out, aux), arrays, static = layer([], rest, carry, extra)

@@ -25,7 +25,7 @@ from jshard.sharding.settings.mesh import on_gpus
 from jshard.sharding.settings.policy import Offload, UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS
 from jshard.sharding.units import layers
-from jshard.sharding.units import prefetch as pipeline
+from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units.linearize import (
     Inputs,
     Layer,
@@ -71,7 +71,7 @@ def make_scan(
     as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
     passes = forward, segment_backward
     if prefetch:
-        passes = pipeline.forward, pipeline.segment_backward
+        passes = prefetched.forward, prefetched.segment_backward
 
     run = jax.custom_vjp(functools.partial(passes[0], as_one, next_places, False))
     run.defvjp(

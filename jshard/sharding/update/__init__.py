@@ -1,1 +1,1 @@
-"""The update on exact global views; its public face is ``jshard.optim``."""
+"""The update on exact global views. Its public face is ``jshard.optim``."""

@@ -184,7 +184,7 @@ def test_so_it_does_for_every_pair_of_choices(case):
     check(case["remat"], plain=plain, layers=layers, **knobs)
 
 
-@pytest.mark.slow  # by default tests/sharding/units/test_residuals.py reads what each layer keeps
+@pytest.mark.slow  # by default test_residuals.py reads what each layer keeps
 def test_the_first_layers_alone_are_rematerialised():
     policy = policies(remat="full", first_k=48)
     lowered, state = lower(policy)
@@ -195,7 +195,7 @@ def test_the_first_layers_alone_are_rematerialised():
     assert (1 - SLACK) * least < got < (1 + SLACK) * (least + MOST_LAYERS * layer)
 
 
-@pytest.mark.slow  # by default tests/sharding/units/test_memory.py has evaluation's memory
+@pytest.mark.slow  # by default test_memory.py has evaluation's memory
 def test_a_forward_needs_shards_and_few_layers():
     _, state = lower(policies())
     tokens = jax.ShapeDtypeStruct((DEVICES * EXAMPLES, SIZES.length), jnp.int32)
