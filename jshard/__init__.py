@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from jshard.storage.checkpoint.checkpointer import Checkpointer as Checkpointer
     from jshard.storage.hub.parameters import restore_orbax as restore_orbax
     from jshard.system.compat.versions import __version__ as __version__
+    from jshard.system.errors import Preempted as Preempted
+    from jshard.system.errors import RunFailed as RunFailed
     from jshard.system.errors import UserError as UserError
     from jshard.training.trainer import Trainer as Trainer
 else:
@@ -50,6 +52,8 @@ else:
         "Offload": "sharding.settings.policy",
         "Policy": "sharding.settings.policy",
         "Precision": "sharding.settings.precision",
+        "Preempted": "system.errors",
+        "RunFailed": "system.errors",
         "Stack": "sharding.units.modules",
         "TrainState": "sharding.settings.state",
         "Trainer": "training.trainer",

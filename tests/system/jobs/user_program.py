@@ -65,7 +65,7 @@ def main(rank: int, count: int, address: str, how: str, victim: int) -> None:
     print("done", flush=True)
     try:
         fit(30, rows=ROWS * np.nan)
-    except jshard.system.errors.RunFailed as error:
+    except jshard.RunFailed as error:
         print(f"told: {error}", flush=True)
 
 
