@@ -5,7 +5,6 @@ import dataclasses
 import time
 
 import jax
-from jax.extend import core
 
 from jshard.plan import hlo
 from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX, MXFP8, NVFP4
@@ -13,7 +12,6 @@ from jshard.plan.cost.ticks import Pipeline, pipeline_of
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
 from jshard.plan.fit.device_memory import usable_bytes
-from jshard.plan.fit.expert_choice import with_experts
 from jshard.plan.fit.hardware import FITTED, Constants, short_name
 from jshard.plan.fit.memory_choice import Traced, check_stages, fit, is_open
 from jshard.plan.memory import buffer_assignment
@@ -116,18 +114,14 @@ def plan_recipe(
 
     Raises:
       DoesNotFit: something is open, and no choice fits.
-      UserError: the topology is unknown, or the config is invalid for it; the choice of
-        experts is uneven, and there are none.
+      UserError: the topology is unknown, or the config is invalid for it; `imbalance`
+        is given, and there are no experts.
     """
     absent = topology != ATTACHED
     there = devices(topology) if absent else jax.devices()
 
     def traced(config: Config) -> Program:
         return trace(recipe, config, topology, constants)
-
-    def step(config: Config) -> tuple[core.Jaxpr, dict[str, int]]:
-        program = traced(config)
-        return program.jaxpr, dict(program.mesh.shape)
 
     def to_fit(config: Config) -> Traced:
         program = traced(config)
@@ -140,16 +134,13 @@ def plan_recipe(
         plan = make_plan(traced(config), imbalance)
         return plan.memory.total, plan
 
-    config, chosen = with_experts(config, there, step)
-    if is_open(config):
-        check_stages(config, make_mesh(config, there))
-        usable = parse(topology)[0].usable if absent else usable_bytes(there)
-        parts = groups_of_examples(make_mesh(config, there))
-        found = fit(config, parts, usable, to_fit, planned)
-        plan, chosen = found.made, "; ".join(filter(None, (chosen, found.note)))
-    else:
-        plan = make_plan(traced(config), imbalance)
-    return dataclasses.replace(plan, chosen=chosen)
+    if not is_open(config):
+        return make_plan(traced(config), imbalance)
+    mesh = make_mesh(config, there)
+    check_stages(config, mesh)
+    usable = parse(topology)[0].usable if absent else usable_bytes(there)
+    found = fit(config, groups_of_examples(mesh), usable, to_fit, planned)
+    return dataclasses.replace(found.made, chosen=found.note)
 
 
 def make_plan(program: Program, imbalance: float = 1.0) -> Plan:

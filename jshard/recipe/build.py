@@ -15,7 +15,6 @@ from jshard.data.examples import count_items
 from jshard.recipe import contract
 from jshard.recipe.config.policy_keys import make_policy, parse_options
 from jshard.recipe.config.run_config import Config
-from jshard.recipe.config.shared_keys import FIT
 from jshard.recipe.data import make_training_data
 from jshard.recipe.definition import Recipe
 from jshard.sharding.settings import mesh as meshes
@@ -23,7 +22,6 @@ from jshard.sharding.settings.mesh import batch_spec
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import Step, TrainState
 from jshard.sharding.step.fsdp import FSDP
-from jshard.system.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +56,6 @@ def make_mesh(
 ) -> Mesh:
     """Makes the mesh of a config; `hosts` is the host of each process, if known."""
     sizes = {axis: config.mesh[axis] for axis in meshes.AXES}
-    if sizes[meshes.EXPERT] == FIT:
-        raise UserError(
-            f"--config.mesh.expert={FIT}: only training and single plans choose it; "
-            "give a number"
-        )
     return meshes.make_mesh(**sizes, devices=devices, hosts=hosts)
 
 

@@ -206,7 +206,7 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
         batch = abstract_batch(first, job.fsdp.mesh)
         step = job.train_step.trace(run.abstract_state, batch)  # which is kept
         agree_on_program(run.peers, step.lower().as_text())
-    more = {"chosen": run.experts, "memory": run.chosen, "data": recipe.note}
+    more = {"memory": run.chosen, "data": recipe.note}
     if run.copies is not None:
         more["local copies"] = run.copies.describe(run.config.checkpoint.local)
     if run.peers.count > 1 and jax.default_backend() == "cpu":

@@ -12,10 +12,9 @@ from jshard.data.batches import Batch
 from jshard.data.position import position_files, read_position
 from jshard.data.stream_reader import StreamState
 from jshard.data.stream_state import read_state, state_files
-from jshard.plan.fit.expert_choice import with_experts
 from jshard.plan.fit.fitted import fitted_on, make_fitted_job
 from jshard.recipe import contract
-from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
+from jshard.recipe.build import Job, make_job, make_mesh
 from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
 from jshard.recipe.source import Source, find_source
@@ -43,7 +42,6 @@ class PreparedRun:
       workdir: The run's folder.
       peers: The processes that train together.
       chosen: What was chosen by memory and why; empty if nothing was open.
-      experts: The same, of `mesh.expert`, which is chosen by traffic.
       hosts: The host of each process, if known.
       bucket: The run in a bucket, of which the folder is a copy.
       copies: Of the state on the hosts, if `checkpoint.local` asks for them.
@@ -61,7 +59,6 @@ class PreparedRun:
     workdir: Path
     peers: Peers
     chosen: str
-    experts: str
     hosts: Sequence[int] | None
     bucket: RunInBucket | None = None
     copies: LocalCopies | None = None
@@ -209,17 +206,7 @@ def prepare_run(
     if peers.count > 1:
         agree(peers, facts_of_jax())
     hosts = peers.hosts if peers.count > 1 else None
-    experts = ""
     if mesh is None:
-
-        def traced(config: Config) -> tuple[Any, dict[str, int]]:
-            mesh = make_mesh(config, hosts=hosts)
-            job = make_job(recipe, config, mesh)
-            batch, _, _ = abstract_batch(recipe, config, mesh)
-            step = job.train_step.trace(job.abstract_state(), batch)
-            return step.jaxpr.jaxpr, dict(mesh.shape)
-
-        config, experts = with_experts(config, jax.devices(), traced, hosts)
         mesh = make_mesh(config, hosts=hosts)
     if policy is not None:
         job, chosen = make_job(recipe, config, mesh, policy), ""
@@ -233,6 +220,4 @@ def prepare_run(
         # A run in a bucket has a new local folder on each start.
         name = bucket.url if bucket else str(workdir.absolute())
         copies = LocalCopies(root, name, state, peers)
-    return PreparedRun(
-        job, state, workdir, peers, chosen, experts, hosts, bucket, copies
-    )
+    return PreparedRun(job, state, workdir, peers, chosen, hosts, bucket, copies)

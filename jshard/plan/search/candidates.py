@@ -9,7 +9,6 @@ from typing import Any
 
 from jshard.plan.fit.hardware import GPU
 from jshard.recipe.config.run_config import Config, flatten
-from jshard.recipe.config.shared_keys import FIT
 from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.settings.policy import POLICIES
 from jshard.system.errors import UserError
@@ -258,8 +257,7 @@ def _shards(settings: Settings, gpu: GPU, devices: int) -> int:
     """Returns the number of shards, or 0 if the mesh is invalid."""
     replica, fsdp = settings["mesh.replica"], settings["mesh.fsdp"]
     if fsdp != -1:
-        further = [settings[key] for key in _AXES]
-        return fsdp * math.prod(n for n in further if n != FIT)
+        return fsdp * math.prod(settings[key] for key in _AXES)
     return gpu.host if replica == "hosts" else devices // replica
 
 

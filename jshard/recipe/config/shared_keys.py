@@ -65,9 +65,9 @@ DEFAULTS = {
     ),
     "mesh.expert": Knob(
         1,
-        "number of devices that share the experts of each layer; fit: the number that "
-        "moves the fewest bytes",
-        also=(FIT,), at_least=1,
+        "number of devices that share the experts of each layer",
+        noun="a whole number (jshard.plan --search.mesh.expert=1,8 compares two)",
+        at_least=1,
     ),
     "mesh.pipe": Knob(
         1, "number of stages that share the layers, in a pipeline", at_least=1

@@ -327,6 +327,7 @@ def test_a_shared_key_that_a_recipe_misspells_is_one_line_that_names_it(
         ({"watch": {"zzz": 1}}, "unknown key 'watch.zzz'; did you mean watch."),
         ({"chekpoint": {"every": 1}}, "did you mean checkpoint?"),
         ({"mesh": {"replica": True}}, "mesh.replica=True: must be hosts or a whole"),
+        ({"mesh": {"expert": "fit"}}, "mesh.expert='fit': must be a whole number (jsh"),
         ({"steps": 2.5}, "steps=2.5: must be a whole number"),
         ({"steps": True}, "steps=True: must be a whole number"),
         ({"steps": {"number": 3}}, "steps="),
