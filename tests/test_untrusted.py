@@ -174,7 +174,7 @@ def test_what_is_nested_deep_is_refused_by_every_command_that_reads_it(tmp_path)
 OWN_JSON = """
 data/stream_state data/tokenizers/byte_pieces data/tokenizers/chat_template
 data/tokenizers/chat_template_program data/tokenizers/tokenizer_settings plan/fit/fitted
-plan/search/process_pool plan/search/worker recipe/changes
+plan/search/processes plan/search/worker recipe/changes
 storage/checkpoint/local/exchange storage/checkpoint/local/local_copies
 storage/checkpoint/participants system/files/untrusted system/jobs/heartbeat
 system/jobs/peers system/jobs/rendezvous system/jobs/supervisor training/agreement

@@ -13,7 +13,6 @@ import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from jshard.plan.fit.device_memory import compiled_bytes
 from jshard.plan.fit.hardware import GPUS, STATED
-from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     CHANGING_KNOBS,
     DEFAULT_KNOBS,
@@ -28,6 +27,7 @@ from jshard.plan.search.estimates import (
     estimate,
     memory_bound,
     of_stage,
+    ranked,
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, pareto
@@ -291,20 +291,19 @@ def test_what_failed_or_does_not_fit_is_in_no_pareto_set():
     assert not pareto([outcome(9, 101), outcome(9, 0, error="no")])
 
 
-def test_the_next_candidate_is_chosen_by_what_its_neighbours_turned_out_to_be():
-    a, a2 = Candidate({"x": "a"}), Candidate({"x": "a", "y": "2"})
-    b = Candidate({"x": "b"})
-    choice = Choice(
-        {Candidate({}): Estimate(4, 50), a: Estimate(1, 50), a2: Estimate(1, 49.9),
-         b: Estimate(1.5, 50)},
-        100,
-    )  # fmt: skip
-    order = choice.first(4)
-    assert next(order) == Candidate({})  # as given
-    choice.learn(Outcome(Candidate({}), seconds=4, memory=50))
-    assert next(order) == a2
-    choice.learn(Outcome(a2, seconds=10, memory=50))  # ten times what was estimated
-    assert next(order) == b
-    assert next(order) == a
-    assert not list(order)
-    assert not choice.left
+def test_those_come_first_that_no_other_estimate_beats():
+    def named(name):
+        return Candidate({"policy.remat": name})
+
+    guesses = {
+        "large": Estimate(1, 101),
+        "slow": Estimate(5, 40),
+        "fast": Estimate(2, 90),
+        "beaten twice": Estimate(4, 95),
+        "beaten": Estimate(3, 92),
+        "larger": Estimate(0.5, 200),
+    }
+    estimates = {named(name): guess for name, guess in guesses.items()}
+    order = ranked(estimates | {Candidate({}): Estimate(9, 300)}, 100)
+    names = ("fast", "slow", "beaten", "beaten twice", "large", "larger")
+    assert order == [Candidate({}), *map(named, names)]  # as given first

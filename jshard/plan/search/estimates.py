@@ -7,6 +7,7 @@ order the others are compiled.
 
 import collections
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.plan.fit.hardware import GPU, overlapped
 from jshard.plan.program import Program
+from jshard.plan.search.candidates import Candidate
 from jshard.plan.start_up import equations, product_flops
 from jshard.sharding.layout.capacity import shard_bytes, state_bytes
 from jshard.sharding.layout.specs import is_sharded, layer_dims
@@ -233,3 +235,30 @@ def _activations(jaxpr: core.Jaxpr) -> collections.Counter[str]:
 
 def _nbytes(x: Any) -> int:
     return x.size * x.dtype.itemsize
+
+
+def ranked(estimates: Mapping[Candidate, Estimate], usable: int) -> list[Candidate]:
+    """Returns the candidates in the order in which to compile them.
+
+    The config as given; then the Pareto set of estimated time and memory, then that of
+    the rest, and so on (non-dominated sorting; Deb et al. 2002,
+    doi:10.1109/4235.996017), each fastest first; last, by memory, those that more than
+    ``usable`` bytes are estimated for.
+    """
+    as_given = [candidate for candidate in estimates if not candidate.settings]
+    others = [candidate for candidate in estimates if candidate.settings]
+    left = sorted(others, key=lambda candidate: estimates[candidate])
+    left = [candidate for candidate in left if estimates[candidate].memory <= usable]
+    fronts = []
+    while left:
+        beaten, least = [], math.inf
+        for candidate in left:
+            if (memory := estimates[candidate].memory) < least:
+                fronts.append(candidate)
+                least = memory
+            else:
+                beaten.append(candidate)
+        left = beaten
+    large = [candidate for candidate in others if estimates[candidate].memory > usable]
+    large.sort(key=lambda candidate: estimates[candidate].memory)
+    return [*as_given, *fronts, *large]

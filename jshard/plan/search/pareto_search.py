@@ -1,14 +1,14 @@
 """Searches the ways to run a job for those that no other beats.
 
 All combinations of what may vary are listed. Invalid ones are refused, and those whose
-memory cannot fit are ruled out by arithmetic (``plan.search.estimates``). The others
-are compiled in worker processes, and their schedules replayed, in the order of
-``plan.search.acquisition``, up to a limit.
+memory cannot fit are ruled out by arithmetic (``plan.search.estimates``). Those with
+the best estimates are compiled, each in a process, and their schedules replayed.
 """
 
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import sys
 import warnings
@@ -18,7 +18,6 @@ from typing import Any
 
 from jshard.plan.fit.hardware import GPU, find_constants
 from jshard.plan.program import check_batch_size, trace
-from jshard.plan.search.acquisition import Choice
 from jshard.plan.search.candidates import (
     AXES,
     PIPE,
@@ -35,10 +34,11 @@ from jshard.plan.search.estimates import (
     estimate,
     memory_bound,
     of_stage,
+    ranked,
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, Search
-from jshard.plan.search.process_pool import Replies, Task, run_tasks
+from jshard.plan.search.processes import run_each
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.config.policy_keys import make_policy
@@ -51,7 +51,6 @@ from jshard.sharding.step.program.refusals import names_in
 from jshard.system.cli.paths import cache_folder
 from jshard.system.errors import UserError
 
-TIMEOUT = 600.0  # seconds to compile a candidate
 # Keys on which neither the size nor the placement of a state depends.
 _NOT_OF_STATE = (
     REMAT,
@@ -106,27 +105,30 @@ def search(
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )
-    choice = Choice(promising, gpu.usable)
-    cache = str(cache_folder("plan"))
-    tasks = (
-        {"settings": {**overrides, **candidate.settings}, "cache": cache}
-        for candidate in choice.first(limit)
-    )
+    order = ranked(promising, gpu.usable)
+    chosen, untried = order[:limit], order[limit:]
+    worker = [sys.executable, "-m", "jshard.plan.search.worker"]
+    worker += [str(path), topology, constants, str(cache_folder("plan"))]
+    commands = [
+        [*worker, json.dumps({**overrides, **candidate.settings})]
+        for candidate in chosen
+    ]
+    # What this process imports; and compiling for absent GPUs runs on the CPU.
+    imports = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": imports}
     outcomes, unit, told = [], "tokens", dict[str, None]()
-    with contextlib.closing(_compile(tasks, path, topology, constants)) as replies:
-        for done, (index, reply) in enumerate(replies, start=1):
+    compiled = run_each(commands, environment, at_a_time=os.cpu_count() or 1)
+    with contextlib.closing(compiled):
+        for done, (index, reply) in enumerate(compiled, start=1):
             error, figures = reply.get("error", ""), reply.get("figures", {})
-            outcome = Outcome(
-                choice.chosen[index], **figures, usable=gpu.usable, error=error
-            )
+            outcome = Outcome(chosen[index], **figures, usable=gpu.usable, error=error)
             unit = reply.get("unit", unit)
             told |= dict.fromkeys(reply.get("warnings", ()))
             if reply.get("refused"):
                 refused.append((outcome.candidate, outcome.error))
             else:
                 outcomes.append(outcome)
-            choice.learn(outcome)
-            report(done, min(limit, len(promising)), outcome)
+            report(done, len(chosen), outcome)
     return Search(
         topology,
         unit,
@@ -135,19 +137,8 @@ def search(
         len(everything),
         refused,
         too_large,
-        choice.left,
+        untried,
         list(told),
-    )
-
-
-def _compile(tasks: Iterable[Task], *arguments: str | Path) -> Replies:
-    """Runs tasks in worker processes, as many as there are cores."""
-    command = [sys.executable, "-m", "jshard.plan.search.worker", *map(str, arguments)]
-    path = os.pathsep.join(filter(None, sys.path))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    processes = os.cpu_count() or 1
-    return run_tasks(
-        tasks, command, processes=processes, timeout=TIMEOUT, environment=environment
     )
 
 

@@ -1,47 +1,41 @@
-"""A process that compiles candidates.
+"""A process that compiles a candidate.
 
-    python -m jshard.plan.search.worker RECIPE TOPOLOGY [CONSTANTS]
+    python -m jshard.plan.search.worker RECIPE TOPOLOGY CONSTANTS CACHE SETTINGS
 
-It reads tasks from standard input and writes replies to standard output, one line of
-JSON each, until its input ends. What libraries print goes to standard error.
+SETTINGS and what it prints are JSON. What libraries print goes to standard error.
 """
 
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
 import warnings
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TextIO
+from typing import Any
 
 from jshard.plan import hlo
 from jshard.plan.cost.ticks import pipeline_of
 from jshard.plan.cost.timeline import replay
 from jshard.plan.fit.device_memory import compiled_bytes
-from jshard.plan.fit.hardware import Constants, find_constants
-from jshard.plan.program import trace
+from jshard.plan.fit.hardware import find_constants
+from jshard.plan.program import Program, trace
 from jshard.plan.search.result_cache import program_key, read_result, write_result
-from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.system.compat import absent_gpus
 from jshard.system.errors import UserError
 
 
-def run_task(
-    recipe: Recipe, topology: str, task: dict[str, Any], constants: Constants
-) -> dict[str, Any]:
-    """Compiles a candidate, or finds its result in the cache.
+def compile_program(program: Program, cache: Path) -> dict[str, Any]:
+    """Compiles a candidate's program, or finds its result in the cache.
 
-    The task has "settings", values by key, and the "cache" folder; the reply the
-    "figures" of an ``Outcome`` and their "unit".
+    The reply has the "figures" of an ``Outcome`` and their "unit".
     """
-    program = trace(recipe, make_config(recipe, task["settings"]), topology, constants)
     lowered = absent_gpus.lower(program.traced)
-    folder, key = Path(task["cache"]), program_key(program, lowered.as_text())
-    result = read_result(folder, key)
+    key = program_key(program, lowered.as_text())
+    result = read_result(cache, key)
     cached = result is not None
     if result is None:
         compiled = absent_gpus.compile_lowered(lowered, program.mesh, program.options)
@@ -55,40 +49,23 @@ def run_task(
             "memory": compiled_bytes(compiled),
             "host": compiled_bytes(compiled, "host_"),
         }
-        write_result(folder, key, result)
+        write_result(cache, key, result)
     seconds = result["seconds"]
     speed = {"rate": program.items / seconds, "mfu": program.mfu(seconds)}
     return {"figures": result | speed | {"cached": cached}, "unit": program.unit}
 
 
-def main() -> None:
-    """Serves tasks until standard input ends."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    path, topology, name = sys.argv[1:]
-    constants = find_constants(name)
-    tasks: SimpleQueue[dict[str, Any]] = SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin, tasks), daemon=True).start()
-    with open_recipe(path) as recipe:
-        while True:
-            reply = _reply(recipe, topology, tasks.get(), constants)
-            print(json.dumps(reply), file=replies, flush=True)
-
-
-def _listen(lines: TextIO, tasks: SimpleQueue) -> None:
-    for line in lines:
-        tasks.put(json.loads(line))
-    os._exit(0)  # even in the middle of compiling: the parent process has ended
-
-
-def _reply(
-    recipe: Recipe, topology: str, task: dict[str, Any], constants: Constants
+def reply_to(
+    path: str, topology: str, constants: str, cache: str, settings: str
 ) -> dict[str, Any]:
-    """Runs a task; returns its reply, or its error, with jshard's warnings."""
-    with warnings.catch_warnings(record=True) as caught:
+    """Compiles a candidate; returns its figures or its error, and jshard's warnings."""
+    speed = find_constants(constants)
+    with open_recipe(path) as recipe, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         try:
-            reply = run_task(recipe, topology, task, constants)
+            config = make_config(recipe, json.loads(settings))
+            program = trace(recipe, config, topology, speed)
+            reply = compile_program(program, Path(cache))
         except UserError as error:
             reply = {"error": str(error), "refused": True}
         except Exception as error:
@@ -97,6 +74,19 @@ def _reply(
             reply = {"error": f"{type(error).__name__}: {first}"}
     ours = [str(w.message) for w in caught if w.category is UserWarning]
     return reply | {"warnings": ours}
+
+
+def main() -> None:
+    """Prints the reply; ends with the search, even in the middle of compiling."""
+    threading.Thread(target=_end_with_search, daemon=True).start()
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)
+        json.dump(reply_to(*sys.argv[1:]), replies)
+
+
+def _end_with_search() -> None:
+    os.read(0, 1)  # not sys.stdin, whose lock would be held at the end
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
