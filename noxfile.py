@@ -59,10 +59,12 @@ nox.options.sessions = ["lint", "core"]
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff and pyright."""
+    """Ruff, pyright, and our own rules of modules and pages."""
     python = environment(session, DEV, ".[dev]")
     session.run(python.with_name("ruff"), "check")
     session.run(python.with_name("ruff"), "format", "--check")
+    session.run(python, ".ci/style.py")
+    session.run(python, "docs/lint.py")
     session.run(python.with_name("pyright"), "--pythonpath", python)
 
 

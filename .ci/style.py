@@ -1,15 +1,17 @@
-"""Rules of the modules of a step: short signatures, types, no side channels."""
+"""Checks modules: short signatures, types, no side channels.
+
+    python .ci/style.py
+
+prints what is wrong, and exits with 1 if anything is. It needs Python alone.
+"""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-PACKAGE = Path(__file__).parents[2] / "jshard"
-LIBRARY = ("layout", "collectives", "cpu", "units", "pipeline", "step")
-ROOMS = tuple(f"sharding/{name}" for name in LIBRARY)
-TRACED = (*ROOMS, "sharding/update", "sharding/axes", "nn")
+REPOSITORY = Path(__file__).parents[1]
+TRACED = ("sharding", "nn")  # rooms whose functions JAX traces
 LONGEST = 7  # positional parameters
 # Not "update", which is a method of optimizers, too.
 CHANGES = {"append", "extend", "insert", "add", "setdefault", "pop"}
@@ -17,18 +19,14 @@ CHANGES = {"append", "extend", "insert", "add", "setdefault", "pop"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def files(room: str) -> list[Path]:
-    path = PACKAGE / room
-    return [path] if path.is_file() else sorted(path.rglob("*.py"))
-
-
 def too_long(tree: ast.Module) -> Iterator[str]:
     """Functions, nested ones and methods too, with too many positional parameters."""
     for node in ast.walk(tree):
         if isinstance(node, Function):
             names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
-            if len(names) - (names[:1] in (["self"], ["cls"])) > LONGEST:
-                yield f"{node.lineno}: {node.name} has {len(names)}"
+            number = len(names) - (names[:1] in (["self"], ["cls"]))
+            if number > LONGEST:
+                yield f"{node.lineno}: {node.name} has {number} positional parameters"
 
 
 def untyped(body: list[ast.stmt]) -> Iterator[str]:
@@ -44,7 +42,7 @@ def untyped(body: list[ast.stmt]) -> Iterator[str]:
         given = [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]
         lacks = [x.arg for x in given if x and not x.annotation]
         lacks = [name for name in lacks if name not in ("self", "cls")]
-        if node.returns is None and node.name != "__init__":
+        if node.returns is None and node.name not in ("__init__", "__post_init__"):
             lacks.append("return")
         if lacks:
             yield f"{node.lineno}: {node.name} has no type of {', '.join(lacks)}"
@@ -79,37 +77,16 @@ def _changed(node: ast.AST) -> list[str]:
     return [target.id] if isinstance(target, ast.Name) else []
 
 
-def problems(room: str, rule: Callable[[ast.Module], Iterable[str]]) -> list[str]:
-    assert files(room)
-    return [
-        f"{path.relative_to(PACKAGE)}:{problem}"
-        for path in files(room)
-        for problem in rule(ast.parse(path.read_text()))
-    ]
+def problems() -> Iterator[str]:
+    """What is wrong, a line each."""
+    for path in sorted((REPOSITORY / "jshard").rglob("*.py")):
+        tree, name = ast.parse(path.read_text()), path.relative_to(REPOSITORY)
+        found = [*too_long(tree), *untyped(tree.body)]
+        if name.parts[1] in TRACED:
+            found += side_channels(tree)
+        yield from (f"{name}:{problem}" for problem in found)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_function_has_more_than_seven_positional_parameters(room):
-    assert not problems(room, too_long)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_public_function_has_types(room):
-    assert not problems(room, lambda module: untyped(module.body))
-
-
-@pytest.mark.parametrize("room", TRACED)
-def test_results_leave_functions_as_what_they_return(room):
-    assert not problems(room, side_channels)
-
-
-def test_the_rules_find_what_they_are_for():
-    bad = ast.parse(
-        "def f(a, b, c, d, e, f, g, h): ...\nclass A:\n def m(self, x): ..."
-    )
-    assert list(too_long(bad)) == ["1: f has 8"]
-    assert [problem.split(" ")[1] for problem in untyped(bad.body)] == ["f", "m"]
-    leaks = "def f():\n x = []\n def g(y):\n  x.append(y)\n  x[:] = [y]\n  return g"
-    assert len(list(side_channels(ast.parse(leaks)))) == 2
-    ours = "def f():\n def g(y):\n  x = []\n  x.append(y)\n  return x\n return g"
-    assert not list(side_channels(ast.parse(ours)))
+if __name__ == "__main__":
+    print(*(found := [*problems()]), sep="\n", end="\n" * bool(found))
+    sys.exit(bool(found))
