@@ -191,7 +191,9 @@ class MixtureOfExperts(nnx.Module):
 
         tokens = x_BTD.shape[:2]
         chosen_BTK = (x.reshape(*tokens, K) for x in (weight_NK, expert_NK))
-        y_BTD = jshard.nn.tensor_parallel(self._weighted, x_BTD, *chosen_BTK)
+        y_BTD = jshard.nn.tensor_parallel(
+            self._weighted, x_BTD, *chosen_BTK, tokens=("weight_BTK", "expert_BTK")
+        )
         if self.config.expert_bias:
             weight_NE = jnp.zeros_like(probability_NE)
             rows_N1 = jnp.arange(N)[:, None]

@@ -75,8 +75,7 @@ class FSDP:
         checks.check_precisions(self.policy, mesh)
         self.units = given.check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        paths = tuple(self.tensor_splits)
-        self._build = functools.partial(step.build, self.units, paths)
+        self._build = functools.partial(step.build, self.units, self.tensor_splits)
         float8 = self.policy.multiplies_in_float8()
         options = platform(mesh), mesh.size, compiler_options
         self.compiler_options = xla_options.compiler_options(*options, float8=float8)

@@ -6,7 +6,7 @@ grows large, and each gradient ends with the layout of its parameter.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jshard.sharding.layout.batch import batch_specs, check_batch
 from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.layout.microbatches import first_of, split
 from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.splits import Split
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.values.random_streams import (
     fold_streams,
@@ -74,7 +75,7 @@ LayoutOf = Callable[[TrainState], Layout]
 
 def build(
     units: tuple[type, ...],
-    tensor_parallel: tuple[tuple[str, ...], ...],
+    tensor_splits: Mapping[tuple[str, ...], Split],
     graphdef: nnx.GraphDef,
     layout: Layout,
     *arrays: nnx.State,
@@ -82,8 +83,8 @@ def build(
 ) -> nnx.Module:
     """Returns the model on one device, whose units gather their shards.
 
-    Types in ``units`` become Units, and modules at the paths of ``tensor_parallel`` are
-    called within that function. In training the policy may make the root a unit, too
+    Types in ``units`` become Units, and modules at the paths of ``tensor_splits`` are
+    called within ``tensor_parallel``. In training the policy may make the root a unit, too
     (``reshard_root``); otherwise it is gathered here. Modules train as they were given.
     """
     model = nnx.merge(graphdef, *arrays, copy=True)
@@ -92,7 +93,7 @@ def build(
         decide_for_training(model)
     else:
         model.eval()
-    make_parallel(model, tensor_parallel)
+    make_parallel(model, tensor_splits)
     make_units(model, units)
     stages = layout.stages
     of_stages = None if stages is None else functools.partial(leave_open, stages=stages)
