@@ -198,6 +198,10 @@ def read(model, batch):
     return answers, jshard.Mean(total, jnp.sum(is_text_PT)), penalty
 
 
+def sequences(config):
+    return ("inputs", "targets", "texts", "answers")
+
+
 def _rows(x_PS: jax.Array) -> jax.Array:
     """Returns the chosen rows (P, T), and below them the rejected ones."""
     return jnp.concatenate([x_PS[:, 0::2], x_PS[:, 1::2]])

@@ -202,7 +202,8 @@ def describe(
       hosts: the host of each process, as for ``make_mesh``.
     """
     mesh, policy = fsdp.mesh, fsdp.policy
-    jaxpr = train_step.trace(state, abstract_batch(batch, mesh)).jaxpr.jaxpr
+    abstract = abstract_batch(batch, mesh, fsdp.sequences)
+    jaxpr = train_step.trace(state, abstract).jaxpr.jaxpr
     layout = Layout.of(state, policy, mesh, fsdp.tensor_splits)
     model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
     make_units(model, fsdp.units)

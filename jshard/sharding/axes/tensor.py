@@ -73,15 +73,16 @@ def tensor_parallel(
     if TENSOR not in sequence_axes() or lax.axis_size(TENSOR) == 1:
         return fn(x_BTD, *args, **kwargs)
     axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
-    bound = inspect.signature(fn).bind(x_BTD, *args, **kwargs)
-    first, of_tokens = next(iter(bound.arguments)), _of_tokens(bound.arguments, tokens)
+    first, *_ = names = _names(fn, 1 + len(args))
+    given = dict(zip(names, (x_BTD, *args), strict=True)) | kwargs
+    of_tokens = _of_tokens(given, tokens)
     B = x_BTD.shape[0]
     number = math.gcd(B, _PARTS) if on_gpus() else 1
 
     def part(index: int) -> dict[str, Any]:
         some = slice(index * (B // number), (index + 1) * (B // number))
         own = lambda x, yes: x[some] if yes and number > 1 else x
-        return jax.tree.map(own, bound.arguments, of_tokens)
+        return jax.tree.map(own, given, of_tokens)
 
     @jax.named_scope(TENSOR_PARALLEL)
     def send(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -93,10 +94,9 @@ def tensor_parallel(
         return {first: gather(inputs[first]), **sent}
 
     def compute(inputs: dict[str, Any]) -> Any:
-        given = inspect.BoundArguments(bound.signature, inputs)
-        x_BSD = given.args[0]
+        x_BSD, *others = map(inputs.get, names)
         with split_sequences(axes):
-            result = fn(*given.args, **given.kwargs)
+            result = fn(x_BSD, *others, **{name: inputs[name] for name in kwargs})
         for y in jax.tree.leaves(result):
             if jnp.shape(y)[:2] != x_BSD.shape[:2] or not is_float(y):
                 raise UserError(
@@ -116,6 +116,13 @@ def tensor_parallel(
     if number == 1:
         return results[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+
+
+def _names(fn: Callable[..., Any], number: int) -> list[str]:
+    """Returns the names of so many positional arguments: "1", "2", ... in ``*args``."""
+    parameters = inspect.signature(fn).parameters.values()
+    named = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    return (named + list(map(str, range(number)))[len(named) :])[:number]
 
 
 def _of_tokens(

@@ -47,6 +47,7 @@ class Layout:
       specs: the state with a PartitionSpec in place of each array.
       stages: how a Stack's layers are divided among the stages of a pipeline; None at
         rest, and where there is none.
+      sequences: the names of a batch's sequences, as of ``FSDP``.
     """
 
     policy: Policy
@@ -54,6 +55,7 @@ class Layout:
     places: dict[Path, Placement]
     specs: TrainState
     stages: Any = None
+    sequences: tuple[str, ...] | None = None
 
     @classmethod
     def of(

@@ -257,11 +257,11 @@ def devices_of_a_sequence(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     return {axis: mesh.shape[axis] for axis in SEQUENCE if mesh.shape.get(axis, 1) > 1}
 
 
-def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
-    """Returns how an array of a batch is split, (examples, sequence, ...)."""
+def batch_spec(mesh: Mesh | AbstractMesh, *, sequence: bool) -> PartitionSpec:
+    """Returns how an array (examples, ...) is split, or (examples, sequence, ...)."""
+    split = [axis for axis in SEQUENCE if sequence and axis in mesh.axis_names]
     examples = example_axes(mesh)
-    split = tuple(axis for axis in SEQUENCE if axis in mesh.axis_names)
-    return PartitionSpec(*((examples, split) if split and ndim > 1 else (examples,)))
+    return PartitionSpec(*((examples, tuple(split)) if split else (examples,)))
 
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.sharding.cpu.order import in_order
 from jshard.sharding.cpu.pacing import pace
-from jshard.sharding.layout.batch import check_fields, split_batch
+from jshard.sharding.layout.batch import check_fields, check_sequences, split_batch
 from jshard.sharding.layout.capacity import check_capacity
 from jshard.sharding.layout.memory_kinds import check_memory, on_device
 from jshard.sharding.layout.padding import pad
@@ -50,6 +50,9 @@ class FSDP:
       tensor_splits: modules, by path ("blocks.attention"), that are called within
         ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
         not say so itself, on a mesh with a "tensor" axis.
+      sequences: the names of those arrays of a batch, dotted within trees, that are
+        (examples, sequence, ...) and that "context" and "tensor" split; others stay
+        whole. If a single array has two dimensions or more, it need not be named.
       compiler_options: XLA options for the jitted steps, which override jshard's
         (``jshard.system.compat.xla_options``); None leaves an option to XLA.
 
@@ -64,6 +67,7 @@ class FSDP:
         *,
         units: Sequence[type] | Mapping[type, int] = (),
         tensor_splits: Mapping[str, Split] | None = None,
+        sequences: Sequence[str] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ):
         mesh = self.mesh = check_mesh(mesh)
@@ -71,6 +75,7 @@ class FSDP:
         self.policy.check_groups(shards_of(mesh, split=True))
         splits = tensor_splits or {}
         self.tensor_splits = {tuple(x.split(".")): split for x, split in splits.items()}
+        self.sequences = check_sequences(sequences)
         check_memory(self.policy, mesh)
         checks.check_precisions(self.policy, mesh)
         self.units = given.check_unit_types(units)
@@ -247,7 +252,7 @@ class FSDP:
         checks.check_fields(state)
         layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
         layout.check_memory(state)
-        return layout
+        return dataclasses.replace(layout, sequences=self.sequences)
 
     # Data in and out.
 
@@ -257,15 +262,15 @@ class FSDP:
         An array of typed random keys has a key an example. A scalar, which may be a
         key, stays whole, the same for every example of every process and micro-batch.
 
-        "context" and "tensor" split arrays of two and more dimensions along the second,
-        the sequence. Processes that share sequences all pass them whole.
+        "context" and "tensor" split ``sequences`` along their second dimension.
+        Processes that share sequences all pass them whole.
 
         Raises:
           UserError: the number of examples is not divisible by the mesh's devices;
-            sequences differ in length or don't divide; a field is text, objects or a
-            list.
+            several arrays may be sequences, and ``sequences`` is not given; one does
+            not divide; a field is text, objects or a list.
         """
-        return split_batch(local_batch, self.mesh)
+        return split_batch(local_batch, self.mesh, self.sequences)
 
     def shard_examples(self, local_batch: Any) -> Any:
         """Makes global arrays for ``predict_step``, in which sequences are whole.

@@ -84,8 +84,9 @@ def build(
     """Returns the model on one device, whose units gather their shards.
 
     Types in ``units`` become Units, and modules at the paths of ``tensor_splits`` are
-    called within ``tensor_parallel``. In training the policy may make the root a unit, too
-    (``reshard_root``); otherwise it is gathered here. Modules train as they were given.
+    called within ``tensor_parallel``. In training the policy may make the root a unit,
+    too (``reshard_root``); otherwise it is gathered here. Modules train as they were
+    given.
     """
     model = nnx.merge(graphdef, *arrays, copy=True)
     own_containers(model)
@@ -131,13 +132,14 @@ def train_step(
     policy, mesh = layout.policy, layout.mesh
     check_batch(batch, mesh, accumulate=policy.accumulate)
     check_state(state, policy, optimizer)
-    loss_fn, batch = with_rngs(loss_fn, batch, seed, state.step)
+    specs = batch_specs(batch, mesh, layout.sequences)
+    loss_fn, batch, specs = _with_rngs(loss_fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, training=True)
     of_root = root_as_unit(loss_fn, policy.reshard_root)
     local = functools.partial(train, model_of, of_root, layout)
     same = PartitionSpec()
     out_specs = layout.local_specs.params, same, same
-    run = _on_devices(local, layout, (batch_specs(batch, mesh), same), out_specs)
+    run = _on_devices(local, layout, (specs, same), out_specs)
     scale = state.loss_scale and state.loss_scale.scale
     with split_sequences(), in_stages(stages_of(mesh)):
         grads, metrics, model_state = run(_arrays(state), batch, scale)
@@ -157,7 +159,8 @@ def eval_step(
     """Returns the Means of ``loss_fn``, with global totals and counts."""
     layout = layout_of(state)
     check_batch(batch, layout.mesh)
-    loss_fn, batch = with_rngs(loss_fn, batch, seed, state.step)
+    specs = batch_specs(batch, layout.mesh, layout.sequences)
+    loss_fn, batch, specs = _with_rngs(loss_fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):
@@ -173,9 +176,8 @@ def eval_step(
         _, (means, _) = forward(*arrays, batch)
         return over_devices(means)
 
-    in_specs = (batch_specs(batch, layout.mesh),)
     with split_sequences():
-        mapped = _on_devices(local, layout, in_specs, PartitionSpec())
+        mapped = _on_devices(local, layout, (specs,), PartitionSpec())
         return mapped(_arrays(state), batch)
 
 
@@ -190,7 +192,8 @@ def predict_step(
     """Returns ``fn(model, batch)`` of the global batch."""
     layout = layout_of(state).whole()
     check_batch(batch, layout.mesh, whole=True)
-    fn, batch = with_rngs(fn, batch, seed, state.step)
+    specs = batch_specs(batch, layout.mesh, whole=True)
+    fn, batch, specs = _with_rngs(fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):
@@ -203,9 +206,16 @@ def predict_step(
         differing(traced.jaxpr, layout, arrays, (batch,))
         return replay(traced, shapes)(*arrays, batch)
 
-    in_specs = (batch_specs(batch, layout.mesh, whole=True),)
-    mapped = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
+    mapped = _on_devices(local, layout, (specs,), examples_spec(layout.mesh))
     return mapped(_arrays(state), batch)
+
+
+def _with_rngs(
+    fn: Callable, batch: Any, specs: Any, seed: int, step: jax.Array
+) -> tuple[Callable, Any, Any]:
+    """Returns what ``with_rngs`` does, and the specs of that batch."""
+    fn, given = with_rngs(fn, batch, seed, step)
+    return fn, given, specs if given is batch else (specs, PartitionSpec())
 
 
 def _arrays(state: TrainState) -> ModelArrays:

@@ -1,4 +1,4 @@
-"""What `tensor_parallel` is given beside its tokens: what `tokens=` says, or an error."""
+"""Beside its tokens `tensor_parallel` is given what `tokens=` says, or refuses it."""
 
 import functools
 
