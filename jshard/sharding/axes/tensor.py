@@ -94,7 +94,7 @@ def tensor_parallel(
         return {first: gather(inputs[first]), **sent}
 
     def compute(inputs: dict[str, Any]) -> Any:
-        x_BSD, *others = map(inputs.get, names)
+        x_BSD, *others = (inputs[name] for name in names)
         with split_sequences(axes):
             result = fn(x_BSD, *others, **{name: inputs[name] for name in kwargs})
         for y in jax.tree.leaves(result):

@@ -144,9 +144,9 @@ def sequence_names(batch: Any, mesh: Any, sequences: Sequence[str] | None) -> se
     if sequences is None:
         if len(may_be) > 1:
             raise UserError(
-                f"batch: the mesh's {named} splits sequences, and {listed} may be some: "
-                f"name those that are, jshard.FSDP(sequences=({next(iter(may_be))!r}, "
-                "...)), or in a recipe sequences(config)"
+                f"batch: the mesh's {named} splits sequences, and {listed} may be "
+                f"some: name those that are, jshard.FSDP(sequences=("
+                f"{next(iter(may_be))!r}, ...)), or in a recipe sequences(config)"
             )
         sequences = tuple(may_be)
     of_name = {
