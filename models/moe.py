@@ -262,7 +262,7 @@ def without_padding(
     """Returns which tokens a loss with these weights depends on, (B, T) bool.
 
     Those are the tokens whose target, or a later one of their document, has a weight: a
-    prompt's as well as an answer's, but no padding, and no copies of examples.
+    prompt's as well as an answer's, but no padding.
 
     Args:
       weights_BT: the weights of this device's targets.

@@ -239,6 +239,19 @@ def check_batch(
         )
 
 
+def check_examples(batch: Any, mesh: Mesh, examples: int | None) -> None:
+    """Raises UserError unless a batch has so many examples, one on each device."""
+    if examples is None:
+        return
+    groups = groups_of_examples(mesh)
+    size = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
+    if size != groups or not 0 < examples <= groups:
+        raise UserError(
+            f"eval_step: examples={examples} of a batch of {size}: on this mesh it "
+            f"must have {groups}, one for each device, of which 1 to {groups} count"
+        )
+
+
 def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:
     """Returns which part of a batch's examples this process has: (index, of how many).
 

@@ -209,13 +209,25 @@ class FSDP:
         given.check_optimizer(optimizer)
         return self._jit(step.train_step, loss_fn, seed, optimizer, donate_argnums=0)
 
-    def eval_step(self, loss_fn: Callable[..., Any], seed: int = 0) -> Step[Means]:
+    def eval_step(
+        self, loss_fn: Callable[..., Any], seed: int = 0, *, examples: int | None = None
+    ) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
 
-        Results of batches can be added: ``(a + b).compute()`` is a dict of floats. An
-        argument ``rngs`` of ``loss_fn`` is as in ``train_step``.
+        Results of batches can be added: ``(a + b).compute()`` is a dict of floats.
+
+        Args:
+          loss_fn: as for ``train_step``.
+          seed: likewise.
+          examples: of a batch with an example for each device, how many count, the
+            first; the others only fill it up. So examples that the devices do not
+            divide are evaluated exactly, whatever ``loss_fn`` computes.
+
+        Raises:
+          UserError: (when called) as ``train_step``; with ``examples``, the batch does
+            not have an example for each device, or devices see each other's.
         """
-        return self._jit(step.eval_step, loss_fn, seed)
+        return self._jit(step.eval_step, loss_fn, seed, examples)
 
     def predict_step(
         self, fn: Callable[..., Any], *, donate_batch: bool = False

@@ -16,10 +16,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jshard.sharding.collectives.counted import counts_here, only_first
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.collectives.microbatch import microbatch
 from jshard.sharding.collectives.reduce import all_reduce, scatter
-from jshard.sharding.layout.batch import batch_specs, check_batch
+from jshard.sharding.layout.batch import batch_specs, check_batch, check_examples
 from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.layout.microbatches import first_of, split
 from jshard.sharding.layout.placement import Placement
@@ -49,7 +50,7 @@ from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.state import ModelArrays, TrainState
 from jshard.sharding.step.accumulate import accumulate
 from jshard.sharding.step.program.draws import with_rngs
-from jshard.sharding.step.program.refusals import check_means
+from jshard.sharding.step.program.refusals import check_apart, check_means
 from jshard.sharding.step.program.told import (
     say_what_is_written,
     tell_of_reads,
@@ -153,12 +154,17 @@ def eval_step(
     build: Build,
     loss_fn: Callable,
     seed: int,
+    examples: int | None,
     state: TrainState,
     batch: Any,
 ) -> Means:
-    """Returns the Means of ``loss_fn``, with global totals and counts."""
+    """Returns the Means of ``loss_fn``, with global totals and counts.
+
+    Of the batch only the first ``examples`` count; None is all.
+    """
     layout = layout_of(state)
     check_batch(batch, layout.mesh)
+    check_examples(batch, layout.mesh, examples)
     specs = batch_specs(batch, layout.mesh, layout.sequences)
     loss_fn, batch, specs = _with_rngs(loss_fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
@@ -174,9 +180,12 @@ def eval_step(
         check_means(traced.jaxpr, shapes)
         forward, _ = once_checked(traced, shapes, layout, arrays, (batch,))
         _, (means, _) = forward(*arrays, batch)
+        if (counts := counts_here()) is not None:
+            check_apart(traced.jaxpr, batch)
+            means = means.where(counts)
         return over_devices(means)
 
-    with split_sequences():
+    with split_sequences(), only_first(examples):
         mapped = _on_devices(local, layout, (specs,), PartitionSpec())
         return mapped(_arrays(state), batch)
 
