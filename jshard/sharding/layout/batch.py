@@ -210,12 +210,19 @@ def divisor_of_examples(mesh: Mesh, accumulate: int) -> int:
 
 
 def check_batch(
-    batch: Any, mesh: Mesh, *, accumulate: int = 1, parts: int = 1, whole: bool = False
+    batch: Any,
+    mesh: Mesh,
+    *,
+    accumulate: int = 1,
+    parts: int = 1,
+    whole: bool = False,
+    counted: int | None = None,
 ) -> None:
     """Raises UserError unless the examples divide by devices and micro-batches.
 
     ``batch`` is the global batch, or one of its ``parts``. If sequences stay ``whole``,
-    all devices have different examples.
+    all devices have different examples. If only so many are ``counted``, each device
+    has one.
     """
     axes = {} if whole else devices_of_a_sequence(mesh)
     devices = mesh.size if whole else groups_of_examples(mesh)
@@ -237,18 +244,10 @@ def check_batch(
             f"batch of {examples} examples is not divisible by {by}; "
             f"use {nearest(examples, divisor)}"
         )
-
-
-def check_examples(batch: Any, mesh: Mesh, examples: int | None) -> None:
-    """Raises UserError unless a batch has so many examples, one on each device."""
-    if examples is None:
-        return
-    groups = groups_of_examples(mesh)
-    size = next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
-    if size != groups or not 0 < examples <= groups:
+    if counted is not None and (examples != devices or not 0 < counted <= devices):
         raise UserError(
-            f"eval_step: examples={examples} of a batch of {size}: on this mesh it "
-            f"must have {groups}, one for each device, of which 1 to {groups} count"
+            f"eval_step: examples={counted} of a batch of {examples}: on this mesh it "
+            f"must have {devices}, one for each device, of which 1 to {devices} count"
         )
 
 

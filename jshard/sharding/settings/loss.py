@@ -201,8 +201,10 @@ class Means:
 
     __radd__ = __add__
 
-    def where(self, counts: jax.Array) -> "Means":
-        """Returns these Means if ``counts``, a bool, and else ones of nothing."""
+    def where(self, counts: jax.Array | None) -> "Means":
+        """Returns these Means, or ones of nothing if ``counts`` is a bool and False."""
+        if counts is None:
+            return self
         return self._map(
             lambda mean: jax.tree.map(lambda x: jnp.where(counts, x, 0), mean),
             lambda largest: Max(jnp.where(counts, largest.value, -jnp.inf)),

@@ -50,9 +50,8 @@ class FSDP:
       tensor_splits: modules, by path ("blocks.attention"), that are called within
         ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
         not say so itself, on a mesh with a "tensor" axis.
-      sequences: the names of those arrays of a batch, dotted within trees, that are
-        (examples, sequence, ...) and that "context" and "tensor" split; others stay
-        whole. If a single array has two dimensions or more, it need not be named.
+      sequences: the names, dotted within trees, of a batch's (examples, sequence, ...)
+        arrays, which "context" and "tensor" split. A single array need not be named.
       compiler_options: XLA options for the jitted steps, which override jshard's
         (``jshard.system.compat.xla_options``); None leaves an option to XLA.
 
@@ -215,17 +214,8 @@ class FSDP:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
 
         Results of batches can be added: ``(a + b).compute()`` is a dict of floats.
-
-        Args:
-          loss_fn: as for ``train_step``.
-          seed: likewise.
-          examples: of a batch with an example for each device, how many count, the
-            first; the others only fill it up. So examples that the devices do not
-            divide are evaluated exactly, whatever ``loss_fn`` computes.
-
-        Raises:
-          UserError: (when called) as ``train_step``; with ``examples``, the batch does
-            not have an example for each device, or devices see each other's.
+        Of a batch of one example for each device, the first ``examples`` count, and the
+        others fill it up (docs/concepts/losses.md). The rest is as for ``train_step``.
         """
         return self._jit(step.eval_step, loss_fn, seed, examples)
 
@@ -278,9 +268,8 @@ class FSDP:
         Processes that share sequences all pass them whole.
 
         Raises:
-          UserError: the number of examples is not divisible by the mesh's devices;
-            several arrays may be sequences, and ``sequences`` is not given; one does
-            not divide; a field is text, objects or a list.
+          UserError: examples or sequences are not divisible by the mesh's devices; it
+            is not said which are sequences; a field is text, objects or a list.
         """
         return split_batch(local_batch, self.mesh, self.sequences)
 

@@ -20,11 +20,10 @@ from jshard.sharding.collectives.counted import counts_here, only_first
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.collectives.microbatch import microbatch
 from jshard.sharding.collectives.reduce import all_reduce, scatter
-from jshard.sharding.layout.batch import batch_specs, check_batch, check_examples
+from jshard.sharding.layout.batch import batch_specs, check_batch
 from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.layout.microbatches import first_of, split
 from jshard.sharding.layout.placement import Placement
-from jshard.sharding.layout.splits import Split
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.values.random_streams import (
     fold_streams,
@@ -76,7 +75,7 @@ LayoutOf = Callable[[TrainState], Layout]
 
 def build(
     units: tuple[type, ...],
-    tensor_splits: Mapping[tuple[str, ...], Split],
+    tensor_splits: Mapping[tuple[str, ...], Any],
     graphdef: nnx.GraphDef,
     layout: Layout,
     *arrays: nnx.State,
@@ -84,10 +83,9 @@ def build(
 ) -> nnx.Module:
     """Returns the model on one device, whose units gather their shards.
 
-    Types in ``units`` become Units, and modules at the paths of ``tensor_splits`` are
-    called within ``tensor_parallel``. In training the policy may make the root a unit,
-    too (``reshard_root``); otherwise it is gathered here. Modules train as they were
-    given.
+    Types in ``units`` become Units, and modules in ``tensor_splits`` are called within
+    ``tensor_parallel``. In training the policy may make the root a unit, too
+    (``reshard_root``); otherwise it is gathered here. Modules train as they were given.
     """
     model = nnx.merge(graphdef, *arrays, copy=True)
     own_containers(model)
@@ -134,7 +132,7 @@ def train_step(
     check_batch(batch, mesh, accumulate=policy.accumulate)
     check_state(state, policy, optimizer)
     specs = batch_specs(batch, mesh, layout.sequences)
-    loss_fn, batch, specs = _with_rngs(loss_fn, batch, specs, seed, state.step)
+    loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, training=True)
     of_root = root_as_unit(loss_fn, policy.reshard_root)
     local = functools.partial(train, model_of, of_root, layout)
@@ -158,15 +156,11 @@ def eval_step(
     state: TrainState,
     batch: Any,
 ) -> Means:
-    """Returns the Means of ``loss_fn``, with global totals and counts.
-
-    Of the batch only the first ``examples`` count; None is all.
-    """
+    """Returns the Means of ``loss_fn`` over all, or the first, examples of the mesh."""
     layout = layout_of(state)
-    check_batch(batch, layout.mesh)
-    check_examples(batch, layout.mesh, examples)
+    check_batch(batch, layout.mesh, counted=examples)
     specs = batch_specs(batch, layout.mesh, layout.sequences)
-    loss_fn, batch, specs = _with_rngs(loss_fn, batch, specs, seed, state.step)
+    loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):
@@ -180,10 +174,9 @@ def eval_step(
         check_means(traced.jaxpr, shapes)
         forward, _ = once_checked(traced, shapes, layout, arrays, (batch,))
         _, (means, _) = forward(*arrays, batch)
-        if (counts := counts_here()) is not None:
+        if examples is not None:
             check_apart(traced.jaxpr, batch)
-            means = means.where(counts)
-        return over_devices(means)
+        return over_devices(means.where(counts_here()))
 
     with split_sequences(), only_first(examples):
         mapped = _on_devices(local, layout, (specs,), PartitionSpec())
@@ -202,7 +195,7 @@ def predict_step(
     layout = layout_of(state).whole()
     check_batch(batch, layout.mesh, whole=True)
     specs = batch_specs(batch, layout.mesh, whole=True)
-    fn, batch, specs = _with_rngs(fn, batch, specs, seed, state.step)
+    fn, batch, specs = with_rngs(fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):
@@ -217,14 +210,6 @@ def predict_step(
 
     mapped = _on_devices(local, layout, (specs,), examples_spec(layout.mesh))
     return mapped(_arrays(state), batch)
-
-
-def _with_rngs(
-    fn: Callable, batch: Any, specs: Any, seed: int, step: jax.Array
-) -> tuple[Callable, Any, Any]:
-    """Returns what ``with_rngs`` does, and the specs of that batch."""
-    fn, given = with_rngs(fn, batch, seed, step)
-    return fn, given, specs if given is batch else (specs, PartitionSpec())
 
 
 def _arrays(state: TrainState) -> ModelArrays:
