@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7799,
     "data": 6792,
     "recipe": 2468,
-    "plan": 6647,
+    "plan": 6653,
     "inference": 2514,
     "training": 5255,
     "the commands": 1301,

@@ -39,9 +39,9 @@ from jshard.sharding.settings.count import add_up
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
 from jshard.sharding.settings.mesh import (
-    axes_of,
     examples_spec,
     manual_axes,
+    mesh_axes,
     split_sequences,
     stages_of,
 )
@@ -223,7 +223,7 @@ def _on_devices(
     return jax.shard_map(
         fn,
         mesh=layout.mesh,
-        axis_names=set(axes_of(layout.mesh)),
+        axis_names=set(mesh_axes(layout.mesh)),
         check_vma=False,
         in_specs=(layout.local_specs, *in_specs),
         out_specs=out_specs,
