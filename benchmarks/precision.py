@@ -151,11 +151,15 @@ def train(
             losses.append(float(metrics["loss"]))
         seconds = time.perf_counter() - start
 
-        eval_step, total = fsdp.eval_step(recipe.loss_fn), None
-        held_out = recipe.make_data(config, "validation")
-        left_out = eval_batches(held_out, batch_size=config.batch_size)
-        for factor, batch in left_out if evaluate else ():
-            means = eval_step(state, fsdp.shard_batch(batch)).scaled(factor)
+        step_of = functools.cache(
+            lambda examples: fsdp.eval_step(recipe.loss_fn, examples=examples)
+        )
+        total, held_out = None, recipe.make_data(config, "validation")
+        read = eval_batches(
+            held_out, batch_size=config.batch_size, devices=fsdp.mesh.size
+        )
+        for rows, examples in read if evaluate else ():
+            means = step_of(examples)(state, fsdp.shard_batch(rows))
             total = means if total is None else total + means
             jax.block_until_ready(total)
     assert traced is not None

@@ -113,7 +113,7 @@ def _of_jax(
     decide_for_training(model)
     graphdef, params, rest = nnx.split(model, wrt, ...)
     batch = alone.shard_batch(batch)
-    loss_fn, batch = with_rngs(loss_fn, batch, 0, state.step)
+    loss_fn, batch, _ = with_rngs(loss_fn, batch, None, 0, state.step)
 
     @jax.jit
     @jax.value_and_grad

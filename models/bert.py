@@ -98,7 +98,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         """Returns the attention output, (B, T, D)."""
-        return jshard.nn.tensor_parallel(self._mixed, x_BTD, segment_ids_BT)
+        return jshard.nn.tensor_parallel(
+            self._mixed, x_BTD, segment_ids_BT, tokens=("segment_ids_BT",)
+        )
 
     def _mixed(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
         config = self.config

@@ -81,7 +81,9 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
     ) -> jax.Array:
         """Returns the attention output, (B, T, D)."""
-        return jshard.nn.tensor_parallel(self._mixed, x_BTD, segment_ids_BT)
+        return jshard.nn.tensor_parallel(
+            self._mixed, x_BTD, segment_ids_BT, tokens=("segment_ids_BT",)
+        )
 
     @property
     def tensor_split(self) -> jshard.nn.Split:

@@ -87,8 +87,11 @@ class Attention(nnx.Module):
         def mixed(x_BTD: Any, positions_BT: Any, segment_ids_BT: Any) -> jax.Array:
             return self._mixed(x_BTD, stream, positions_BT, segment_ids_BT)[0]
 
-        inputs = x_BTD, positions_BT, segment_ids_BT
-        return jshard.nn.tensor_parallel(mixed, *inputs), None
+        inputs, tokens = (
+            (positions_BT, segment_ids_BT),
+            ("positions_BT", "segment_ids_BT"),
+        )
+        return jshard.nn.tensor_parallel(mixed, x_BTD, *inputs, tokens=tokens), None
 
     def _mixed(
         self,

@@ -191,7 +191,9 @@ class MixtureOfExperts(nnx.Module):
 
         tokens = x_BTD.shape[:2]
         chosen_BTK = (x.reshape(*tokens, K) for x in (weight_NK, expert_NK))
-        y_BTD = jshard.nn.tensor_parallel(self._weighted, x_BTD, *chosen_BTK)
+        y_BTD = jshard.nn.tensor_parallel(
+            self._weighted, x_BTD, *chosen_BTK, tokens=("weight_BTK", "expert_BTK")
+        )
         if self.config.expert_bias:
             weight_NE = jnp.zeros_like(probability_NE)
             rows_N1 = jnp.arange(N)[:, None]
@@ -260,7 +262,7 @@ def without_padding(
     """Returns which tokens a loss with these weights depends on, (B, T) bool.
 
     Those are the tokens whose target, or a later one of their document, has a weight: a
-    prompt's as well as an answer's, but no padding, and no copies of examples.
+    prompt's as well as an answer's, but no padding.
 
     Args:
       weights_BT: the weights of this device's targets.

@@ -75,6 +75,11 @@ def loss_fn(model, batch):
     return model.loss(*(batch[name] for name in names), **inputs)
 
 
+def sequences(config):
+    """Names what a batch has for each token, and for each masked one."""
+    return ("places", *gpt.sequences(config))
+
+
 def make_data(config, split):
     token, special = mask_token(config)
     mask = functools.partial(

@@ -21,6 +21,7 @@ from jshard.recipes import gpt, llama
 from jshard.storage.hub.adapters.targets import add_lora_arguments
 
 loss_fn = llama.loss_fn
+sequences = gpt.sequences
 
 RATES = (2e-4, 1e-5)  # of adapters, and of the model itself
 

@@ -217,6 +217,11 @@ def loss_fn(model, batch):
     return model.loss(batch["inputs"], batch["targets"], batch["weights"], **packed)
 
 
+def sequences(config):
+    """Names what a batch has for each token; what is packed has all."""
+    return ("inputs", "targets", "weights", "segment_ids", "positions")
+
+
 def make_data(config, split):
     data = config.data
     options = {

@@ -14,6 +14,7 @@ make_model = gpt.make_model
 make_optimizer = gpt.make_optimizer
 loss_fn = gpt.loss_fn
 make_data = gpt.make_data
+sequences = gpt.sequences
 learning_rate = gpt.learning_rate
 references = gpt.references
 flops_per_token = gpt.flops_per_token

@@ -31,6 +31,7 @@ from jshard.recipes import gpt
 make_optimizer = gpt.make_optimizer
 loss_fn = gpt.loss_fn
 make_data = gpt.make_data
+sequences = gpt.sequences
 learning_rate = gpt.learning_rate
 references = gpt.references
 

@@ -187,8 +187,6 @@ def read(model, batch):
     names = ("inputs", "targets", "texts", "answers")
     rows = {name: _rows(batch[name]) for name in names}
     is_text_RT = rows["texts"]
-    if "weights" in batch:
-        is_text_RT &= jnp.tile(batch["weights"], 2)[:, None] > 0
     log_probs_RT, penalty = model.log_probs(rows["inputs"], rows["targets"], is_text_RT)
     sums, lengths = sum_of_answers(log_probs_RT, rows["answers"])
     answers = Answers(*jnp.split(sums, 2), *jnp.split(lengths, 2))
@@ -196,6 +194,10 @@ def read(model, batch):
     is_text_PT, losses_PT = rows["texts"][:half], -log_probs_RT[:half]
     total = jnp.sum(jnp.where(is_text_PT, losses_PT, 0))
     return answers, jshard.Mean(total, jnp.sum(is_text_PT)), penalty
+
+
+def sequences(config):
+    return ("inputs", "targets", "texts", "answers")
 
 
 def _rows(x_PS: jax.Array) -> jax.Array:
@@ -232,12 +234,10 @@ def make_data(config, split):
         pairs = preference_data(
             data.path, split, **options, validation_fraction=data.validation_fraction
         )
-    more: dict[str, Any] = {}
-    if kept:
-        more = dict.fromkeys(KEPT, np.float32(np.nan))  # until it is computed
-    if split == "validation" and config.model.balance_weight:
-        more["weights"] = np.float32(1)  # 0 in copies that fill the last batch
-    return pairs.map(lambda pair: pair | more) if more and pairs is not None else pairs
+    if not kept or pairs is None:
+        return pairs
+    more = dict.fromkeys(KEPT, np.float32(np.nan))  # until it is computed
+    return pairs.map(lambda pair: pair | more)
 
 
 def sample(config):

@@ -2,14 +2,12 @@
 
 import contextlib
 import itertools
-import math
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import grain
@@ -164,32 +162,37 @@ class TrainingBatches(Iterator[Batch]):
         self._read.clear()
 
 
+class EvalBatch(NamedTuple):
+    """What a step evaluates on."""
+
+    rows: Any  # this process's rows, a tree of arrays
+    examples: int | None  # how many of the global batch count, the first; None is all
+
+
 def eval_batches(
     dataset: Dataset,
     *,
     batch_size: int,
+    devices: int = 1,
     max_batches: int | None = None,
     num_threads: int = _THREADS,
     **process: int,
-) -> Iterator[tuple[Fraction, Any]]:
+) -> Iterator[EvalBatch]:
     """Iterates once, in order, over this process's part of all examples.
 
-    All processes get the same number of full batches. If `batch_size` does not divide
-    the number of examples, copies of the last example pad the last global batch, and a
-    batch of copies alone, with a negative factor, follows to correct for them. If
-    examples have "weights", those of copies are zero: a loss that reads them counts
-    nothing in that batch.
+    All processes get the same number of batches. If `batch_size` does not divide the
+    number of examples, the last batch is a smaller multiple of `devices`. What is left
+    then is a batch of an example for each device, of which `examples` says how many
+    count: copies of the last one fill it up.
 
     Args:
       dataset: Finite; examples are trees of numpy arrays.
-      batch_size: B, the global batch size, a multiple of `process_count`.
-      max_batches: The most batches to read; None reads all.
+      batch_size: B, the global batch size, a multiple of `devices`.
+      devices: Over how many the examples of a batch are split, a multiple of
+        `process_count`.
+      max_batches: The most examples to read, in batches of B; None reads all.
       num_threads: As in `batches`.
       **process: `process_index` and `process_count`, as in `batches`.
-
-    Returns:
-      An iterator over pairs of a factor and a batch as `batches` returns it. Sums over
-      batches, each times its factor, are sums over the examples.
 
     Raises:
       UserError: `dataset` is None, empty or infinite, or the batch size is not a
@@ -202,8 +205,8 @@ def eval_batches(
             "train without evaluations by --config.eval_every=0"
         )
     if isinstance(dataset, Stream):
-        padded = _padded(dataset, batch_size, max_batches)
-        return ((factor, _rows(batch, **process)) for factor, batch in padded)
+        of_all = _of_stream(dataset, batch_size, devices, max_batches)
+        return (EvalBatch(_rows(rows, **process), some) for rows, some in of_all)
     num_examples = len(dataset)
     if num_examples == 0:
         raise UserError("the evaluation dataset has no examples: check data.path")
@@ -214,21 +217,49 @@ def eval_batches(
         )
     if max_batches is not None and max_batches < 1:
         raise UserError(f"max_batches={max_batches}: give 1 or more, or None for all")
-    num_batches = min(math.ceil(num_examples / batch_size), max_batches or sys.maxsize)
-    factors = [Fraction(1)] * num_batches
-    padding = num_batches * batch_size - num_examples
-    if padding > 0:
-        factors.append(Fraction(-padding, batch_size))
-        dataset = _pad(dataset, len(factors) * batch_size)
-    read = batches(
-        dataset,
-        batch_size=batch_size,
-        start_step=0,
-        num_steps=len(factors),
-        num_threads=num_threads,
-        **process,
-    )
-    return zip(factors, complete(read, len(factors)), strict=True)
+    full = min(num_examples // batch_size, max_batches or sys.maxsize)
+
+    def read(first: int, size: int, count: int) -> Iterator[Any]:
+        rows = batches(
+            _filled_up(dataset, first + size * count),
+            batch_size=size,
+            start_step=0,
+            num_steps=count,
+            first_example=first,
+            num_threads=num_threads,
+            **process,
+        )
+        return complete(rows, count)
+
+    def last() -> Iterator[EvalBatch]:
+        first = full * batch_size
+        for size, examples in last_sizes(dataset, batch_size, devices, max_batches):
+            (rows,) = read(first, size, 1)
+            yield EvalBatch(rows, examples)
+            first += size
+
+    whole = read(0, batch_size, full) if full else ()
+    return itertools.chain((EvalBatch(rows, None) for rows in whole), last())
+
+
+def last_sizes(
+    dataset: Dataset, batch_size: int, devices: int, max_batches: int | None
+) -> Iterator[tuple[int, int | None]]:
+    """Yields the sizes of the batches after the full ones, and how many count of each.
+
+    Those of a `Stream`, which has no length, are not known before.
+    """
+    if not isinstance(dataset, Stream) and (
+        max_batches is None or len(dataset) < batch_size * max_batches
+    ):
+        yield from _of_rest(len(dataset) % batch_size, devices)
+
+
+def _of_rest(count: int, devices: int) -> Iterator[tuple[int, int | None]]:
+    if whole := count // devices * devices:
+        yield whole, None
+    if left := count % devices:
+        yield devices, left
 
 
 def complete(read: Iterator[Any], count: int) -> Iterator[Any]:
@@ -252,24 +283,20 @@ def _read_ahead(reader: StreamReader, count: int) -> grain.DatasetIterator:
     return grain.experimental.ThreadPrefetchDatasetIterator(reader, count)
 
 
-def _padded(
-    stream: Stream, batch_size: int, max_batches: int | None
-) -> Iterator[tuple[Fraction, Any]]:
-    """Yields a finite stream's batches and factors, as `eval_batches` does."""
+def _of_stream(
+    stream: Stream, batch_size: int, devices: int, max_batches: int | None
+) -> Iterator[EvalBatch]:
+    """Yields a finite stream's global batches, as `eval_batches` does."""
     with contextlib.closing(PartReader(stream.cursor(0, 1), batch_size)) as whole:
         for batch in itertools.islice(whole, max_batches):
-            padding = batch_size - count_rows(batch)
-            copy = jax.tree.map(lambda x: x[-1:], batch)
-            if has_weights(batch):
-                copy = copy | {"weights": np.zeros_like(copy["weights"])}
-            copies = _repeated(copy, padding)
-            yield Fraction(1), jax.tree.map(lambda *x: np.concatenate(x), batch, copies)
-            if padding:
-                yield Fraction(-padding, batch_size), _repeated(copy, batch_size)
-
-
-def _repeated(row: Any, count: int) -> Any:
-    return jax.tree.map(lambda x: np.repeat(x, count, axis=0), row)
+            if (count := count_rows(batch)) == batch_size:
+                yield EvalBatch(batch, None)
+                continue
+            first = 0
+            for size, examples in _of_rest(count, devices):
+                rows = np.minimum(np.arange(first, first + size), count - 1)
+                yield EvalBatch(jax.tree.map(lambda x, i=rows: x[i], batch), examples)
+                first += size
 
 
 def _rows(batch: Any, process_index: int = 0, process_count: int = 1) -> Any:
@@ -279,22 +306,12 @@ def _rows(batch: Any, process_index: int = 0, process_count: int = 1) -> Any:
     return jax.tree.map(lambda x: x[rows], batch)
 
 
-def has_weights(example: Any) -> bool:
-    """Returns whether copies of an example, or of a batch's last one, can weigh 0."""
-    return isinstance(example, dict) and "weights" in example
-
-
-def _pad(dataset: grain.MapDataset, length: int) -> grain.MapDataset:
-    """Extends a dataset by copies of its last example, with weights of zero."""
+def _filled_up(dataset: grain.MapDataset, length: int) -> grain.MapDataset:
+    """Returns a dataset of at least this length: copies of the last one are added."""
     last = len(dataset) - 1
-
-    def read(index: int) -> Any:
-        example: Any = dataset[min(index, last)]
-        if index > last and has_weights(example):
-            return {**example, "weights": np.zeros_like(example["weights"])}
-        return example
-
-    return grain.MapDataset.range(length).map(read)
+    if length <= last + 1:
+        return dataset
+    return grain.MapDataset.range(length).map(lambda i: dataset[min(i, last)])
 
 
 def _check(batch_size: int, process_index: int = 0, process_count: int = 1) -> None:

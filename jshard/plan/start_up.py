@@ -19,8 +19,14 @@ from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.values.random_streams import plain_streams
 from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.pipeline.stages import divide
-from jshard.sharding.settings.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
-from jshard.sharding.settings.mesh import axes_of as mesh_axes
+from jshard.sharding.settings.mesh import (
+    EXPERT,
+    TENSOR,
+    hosts_of,
+    mesh_axes,
+    mesh_text,
+    stages_of,
+)
 from jshard.sharding.settings.scopes import (
     EXCHANGE_TOKENS,
     FIRST_STAGE,
@@ -202,7 +208,8 @@ def describe(
       hosts: the host of each process, as for ``make_mesh``.
     """
     mesh, policy = fsdp.mesh, fsdp.policy
-    jaxpr = train_step.trace(state, abstract_batch(batch, mesh)).jaxpr.jaxpr
+    abstract = abstract_batch(batch, mesh, fsdp.sequences)
+    jaxpr = train_step.trace(state, abstract).jaxpr.jaxpr
     layout = Layout.of(state, policy, mesh, fsdp.tensor_splits)
     model = nnx.merge(state.graphdef, *state.model_arrays, copy=True)
     make_units(model, fsdp.units)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from jshard.data.dataset import first_example
 from jshard.data.examples import count_items
@@ -17,8 +17,8 @@ from jshard.recipe.config.policy_keys import make_policy, parse_options
 from jshard.recipe.config.run_config import Config
 from jshard.recipe.data import make_training_data
 from jshard.recipe.definition import Recipe
+from jshard.sharding.layout.batch import abstract_batch as of_all_processes
 from jshard.sharding.settings import mesh as meshes
-from jshard.sharding.settings.mesh import batch_spec
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import Step, TrainState
 from jshard.sharding.step.fsdp import FSDP
@@ -75,9 +75,13 @@ def make_job(
     options = parse_options(config.compiler_options)
     units = recipe.units(config) if recipe.units else ()
     policy = policy or make_policy(config)
-    splits = recipe.tensor_splits(config) if recipe.tensor_splits else None
     fsdp = FSDP(
-        mesh, policy, units=units, tensor_splits=splits, compiler_options=options
+        mesh,
+        policy,
+        units=units,
+        tensor_splits=recipe.tensor_splits(config) if recipe.tensor_splits else None,
+        sequences=recipe.sequences(config) if recipe.sequences else None,
+        compiler_options=options,
     )
     optimizer = contract.make_optimizer(recipe.make_optimizer, config)
     train_step = fsdp.train_step(recipe.loss_fn, optimizer, config.seed)
@@ -97,8 +101,9 @@ def abstract_batch(
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
         shape = (config.batch_size, *np.shape(x))
-        sharding = NamedSharding(mesh, batch_spec(mesh, len(shape)))
-        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype)
 
+    sequences = recipe.sequences(config) if recipe.sequences else None
+    batch = of_all_processes(jax.tree.map(abstract, example), mesh, sequences)
     unit, items = count_items(jax.tree.map(lambda x: np.asarray(x)[None], example))
-    return jax.tree.map(abstract, example), items * config.batch_size, unit
+    return batch, items * config.batch_size, unit

@@ -33,6 +33,7 @@ ARGUMENTS = {
     "sample_images": ("config",),
     "units": ("config",),
     "tensor_splits": ("config",),
+    "sequences": ("config",),
     "trainable": ("config",),
 }
 

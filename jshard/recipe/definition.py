@@ -61,6 +61,8 @@ class Recipe:
         in `jshard.FSDP(units=...)`, for a model without Units of its own.
       tensor_splits: Optional; `tensor_splits(config)` returns what `mesh.tensor` splits
         of modules by path, as in `jshard.FSDP(tensor_splits=...)`.
+      sequences: Optional; `sequences(config)` returns the names of a batch's arrays
+        whose second dimension is the sequence, as in `jshard.FSDP(sequences=...)`.
       trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
         to train, as `wrt` of `jshard.FSDP.init`; by default all `nnx.Param`.
       huggingface: Optional; the model's map to the files of Hugging Face, a module as
@@ -84,6 +86,7 @@ class Recipe:
     sample_images: Callable[[Config], Any] | None = None
     units: Callable[[Config], Any] | None = None
     tensor_splits: Callable[[Config], Any] | None = None
+    sequences: Callable[[Config], Any] | None = None
     trainable: Callable[[Config], Any] | None = None
     huggingface: types.ModuleType | None = None
     timm: types.ModuleType | None = None

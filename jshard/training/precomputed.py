@@ -135,8 +135,8 @@ def _all_batches(
     limit = config.eval_batches or None
     for name, one in data.items():
         if name != "train" and one is not None:
-            for _, batch in eval_batches(one, batch_size=size, max_batches=limit):
-                yield batch
+            for batch in eval_batches(one, batch_size=size, max_batches=limit):
+                yield batch.rows
 
 
 def _own_rows(batch: Mapping[str, Any], devices: int, part: int, parts: int) -> Any:

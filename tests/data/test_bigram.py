@@ -123,7 +123,7 @@ def test_it_is_evaluated_on_what_evaluations_see(tmp_path, batches):
         got = recipe.references(config)["bigram model"]
     seen = np.zeros((256, 256))
     data = text(tmp_path, "validation", validation_fraction=0.25)
-    for _, batch in eval_batches(data, batch_size=4, max_batches=batches or None):
+    for batch, _ in eval_batches(data, batch_size=4, max_batches=batches or None):
         np.add.at(seen, (batch["inputs"], batch["targets"]), batch["weights"])
     train = split_corpus(str(tmp_path), **SPLITS)["train"]
     assert seen.sum() == 64 if batches else seen.sum() > 500

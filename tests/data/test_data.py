@@ -1,7 +1,6 @@
 """Data: the batches of a step, and of an evaluation."""
 
 import json
-import math
 from typing import Any
 
 import grain
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jshard.data.batches import TrainingBatches, batches, eval_batches
+from jshard.data.batches import TrainingBatches, batches, eval_batches, last_sizes
+from jshard.data.dataset import as_dataset
 from jshard.data.position import position_files, read_position
 from jshard.system.cli.user_code import describe_user_error
 from jshard.system.errors import UserError
@@ -19,11 +19,10 @@ from texts import epoch, text, window
 PROCESS_COUNTS = (1, 2, 4)
 
 
-def examples(count, *, weights=True):
+def examples(count):
     """A finite dataset whose example i is {"x": [i, -i], "weights": 1}."""
-    extra = {"weights": np.float32(1)} if weights else {}
     return grain.MapDataset.range(count).map(
-        lambda i: {"x": np.array([i, -i], np.int32), **extra}
+        lambda i: {"x": np.array([i, -i], np.int32), "weights": np.float32(1)}
     )
 
 
@@ -180,19 +179,26 @@ def test_a_mistake_found_while_reading_reaches_the_loop_as_itself(tmp_path):
 @settings(max_examples=30)
 @given(
     count=st.integers(1, 30),
-    per_process=st.integers(1, 5),
+    per_device=st.integers(1, 3),
+    per_process=st.integers(1, 3),
     process_count=st.sampled_from(PROCESS_COUNTS),
     max_batches=st.none() | st.integers(1, 8),
+    streamed=st.booleans(),
 )
 def test_evaluation_sees_every_example_once_in_order_on_equally_many_batches(
-    count, per_process, process_count, max_batches
+    count, per_device, per_process, process_count, max_batches, streamed
 ):
-    batch_size = per_process * process_count
+    devices = per_process * process_count
+    batch_size = per_device * devices
+    dataset: Any = examples(count)
+    if streamed:
+        dataset = as_dataset(examples(count).__iter__, 0, repeat=False)
     parts = [
         list(
             eval_batches(
-                examples(count),
+                dataset,
                 batch_size=batch_size,
+                devices=devices,
                 process_index=index,
                 process_count=process_count,
                 max_batches=max_batches,
@@ -201,55 +207,24 @@ def test_evaluation_sees_every_example_once_in_order_on_equally_many_batches(
         )
         for index in range(process_count)
     ]
-    # Weights of the batches that correct for copies are zero.
-    corrections = [batch for part in parts for factor, batch in part if factor != 1]
-    assert not any(np.any(batch["weights"]) for batch in corrections)
-    parts = [[batch for factor, batch in part if factor == 1] for part in parts]
-    num_batches = min(math.ceil(count / batch_size), max_batches or math.inf)
-    assert [len(part) for part in parts] == [num_batches] * process_count
-    seen = []
-    for local in zip(*parts, strict=True):
-        whole = {k: np.concatenate([b[k] for b in local]) for k in ("x", "weights")}
-        assert whole["x"].shape == (batch_size, 2)
-        assert whole["weights"].dtype == np.float32
-        seen += list(x(whole)[whole["weights"] == 1])
-        padding = whole["x"][whole["weights"] == 0]
-        assert all(0 <= i < count and j == -i for i, j in padding)
-    assert seen == list(range(min(count, num_batches * batch_size)))
-
-
-@settings(max_examples=30)
-@given(
-    count=st.integers(1, 30),
-    per_process=st.integers(1, 5),
-    process_count=st.sampled_from(PROCESS_COUNTS),
-    max_batches=st.none() | st.integers(1, 8),
-)
-def test_without_weights_sums_over_batches_are_sums_over_the_examples_all_the_same(
-    count, per_process, process_count, max_batches
-):
-    batch_size, total, lengths = per_process * process_count, 0.0, set()
-    for index in range(process_count):
-        read = eval_batches(
-            examples(count, weights=False),
-            batch_size=batch_size,
-            process_index=index,
-            process_count=process_count,
-            max_batches=max_batches,
-            num_threads=0,
-        )
-        pairs = list(read)
-        lengths.add(len(pairs))
-        for factor, batch in pairs:
-            assert x(batch).shape == (per_process,)
-            sums = np.sum(np.stack([x(batch) ** 2, 0 * x(batch) + 1]), 1)
-            total += float(factor) * sums
-    rows = np.arange(min(count, batch_size * (max_batches or count)))
-    np.testing.assert_allclose(total, [np.sum(rows**2), len(rows)], rtol=1e-12)
-    assert len(lengths) == 1  # on every process
-    padded = count % batch_size and count < batch_size * (max_batches or count)
-    whole = min(math.ceil(count / batch_size), max_batches or count)
-    assert lengths == {whole + bool(padded)}
+    seen, full = [], min(count // batch_size, max_batches or count)
+    for number, local in enumerate(zip(*parts, strict=True)):
+        (some,) = {batch.examples for batch in local}
+        rows = np.concatenate([batch.rows["x"] for batch in local])
+        assert number >= full or (len(rows), some) == (batch_size, None)
+        if some is not None:
+            assert len(rows) == devices > some > 0
+            assert {*rows[some:, 0]} == {count - 1}
+        assert len(rows) % devices == 0
+        seen += list(rows[:some, 0])
+    assert len(parts[0]) <= full + 2
+    wanted = min(count, batch_size * (max_batches or count))
+    assert seen == list(range(wanted))
+    if not streamed:
+        sizes = [(batch_size, None)] * full
+        sizes += last_sizes(dataset, batch_size, devices, max_batches)
+        got = [(len(x.rows["x"]) * process_count, x.examples) for x in parts[0]]
+        assert got == sizes
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from jshard.plan.start_up import traffic
 from jshard.sharding.settings.loss import Loss, Mean
 
 TIME, VOCABULARY, STEPS = 24, 40, 3
+SEQUENCES = ("inputs", "targets", "weights", "segments", "positions")
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "num_layers": 2,
@@ -254,7 +255,7 @@ def _prepare(optimizer: str = "adamw", **options: Any) -> tuple:
     names = ("replica", "pipe", "fsdp", "context", "tensor", "expert", "devices")
     mesh = {name: options.pop(name) for name in names if name in options}
     policy = jshard.Policy(min_shard_elements=0, **options)
-    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy, sequences=SEQUENCES)
     tx = parity.TRANSFORMATIONS[optimizer]()
     return fsdp, tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
 

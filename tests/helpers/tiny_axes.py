@@ -101,7 +101,11 @@ def follows_one_device(sizes: dict[str, int], **policy: Any) -> None:
     loss, params = reference()
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh: Any = jshard.make_mesh(**sizes, devices=devices)  # pyright: ignore
-    fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0, **policy))
+    fsdp = jshard.FSDP(
+        mesh,
+        jshard.Policy(min_shard_elements=0, **policy),
+        sequences=("x", "y", "weights"),
+    )
     state, step = fsdp.from_model(made(), TX), fsdp.train_step(loss_fn, TX)
     state, metrics = step(state, fsdp.shard_batch(batch()))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-9)

@@ -17,7 +17,7 @@ from flax import nnx
 
 import jshard
 import parity
-from split_models import MODELS, VOCABULARY, batch, loss_fn
+from split_models import MODELS, SEQUENCES, VOCABULARY, batch, loss_fn
 
 RANK, ALPHA, STEPS = 3, 5.0, 3
 ALL = ("*", "head", "embed")
@@ -164,7 +164,8 @@ def test_adapters_train_as_in_merged_weights(case):
     name, targets, options, mesh = case
     if number := mesh.get("devices"):
         mesh = mesh | {"devices": jax.devices()[:number]}
-    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), jshard.Policy(min_shard_elements=0))
+    policy = jshard.Policy(min_shard_elements=0)
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy, sequences=SEQUENCES)
     rngs = lambda: nnx.Rngs(jax.random.key(0))
     both = lambda: (make(name, targets, options, rngs()), plain(name, rngs()))
     model, base = nnx.jit(both)()

@@ -102,7 +102,7 @@ def test_on_a_mesh_a_token_of_weight_0_adds_nothing(x64, mesh):
             return model.loss(odd, batch)
 
         policy = jshard.Policy(accumulate=2, min_shard_elements=0)
-        fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
+        fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy, sequences=tuple(batch))
         tx = optax.sgd(1.0)
         state = fsdp.init(lambda rngs: Model(False, rngs), tx)
         state, metrics = fsdp.train_step(loss, tx)(state, fsdp.shard_batch(batch))

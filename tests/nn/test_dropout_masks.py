@@ -43,7 +43,7 @@ def kept(mesh: Any, parts: int = 1) -> np.ndarray:
                 outputs.append(module(part))
         return jnp.concatenate(outputs)
 
-    spec = batch_spec(mesh, 3)
+    spec = batch_spec(mesh, sequence=True)
     run = jax.shard_map(
         local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )

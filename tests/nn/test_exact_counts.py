@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 import jshard
 from jshard import Mean, Means
-from jshard.sharding.settings.count import Count, as_float, exact, times
+from jshard.sharding.settings.count import Count, as_float, exact
 
 
 @given(st.lists(st.integers(-(2**58), 2**58), min_size=1, max_size=8))
@@ -54,12 +53,6 @@ def test_so_are_those_of_64_bits(number):
 def test_other_numbers_are_floats_of_32_bits_or_more(name):
     found = exact(jnp.asarray(0.5, name))
     assert (found.dtype, float(found)) == (jnp.float32, 0.5)
-
-
-def test_a_batch_of_copies_is_subtracted_to_the_last_unit():
-    found = times(exact(7 * 2**50 + 7), Fraction(-3, 7))
-    assert int(found) == -3 * (2**50 + 1)
-    assert float(times(exact(3), 0.5)) == 1.5
 
 
 def test_evaluated_batches_add_up_beyond_an_int32():

@@ -60,11 +60,12 @@ def test_an_evaluation_has_the_maximum_of_all_examples():
     """Whatever the copies that fill up its last batch are."""
     fsdp = jshard.FSDP(pipelines.mesh_of(fsdp=2), pipelines.policy_of(1))
     state = fsdp.from_model(filled(lambda: pipelines.Layers(nnx.Rngs(0))), optax.sgd(0))
-    step = fsdp.eval_step(loss_fn)
     data = grain.MapDataset.range(13).map(lambda i: X[i])
-    read = eval_batches(data, batch_size=4, num_threads=0)
-    means = [step(state, fsdp.shard_batch(x)).scaled(factor) for factor, x in read]
-    assert len(means) == 5
+    means = [
+        fsdp.eval_step(loss_fn, examples=examples)(state, fsdp.shard_batch(rows))
+        for rows, examples in eval_batches(data, batch_size=4, devices=2, num_threads=0)
+    ]
+    assert len(means) == 4
     total: Any = sum(means)
     check(total.compute(), whole()[:13])
 

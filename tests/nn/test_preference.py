@@ -336,7 +336,8 @@ def test_a_step_on_a_mesh_follows_a_plain_one(x64, name, loss, shape, accumulate
     if PAIRS % (groups * accumulate):
         accumulate = 1
     policy = jshard.Policy(accumulate=accumulate, min_shard_elements=0)
-    fsdp, optimizer = jshard.FSDP(mesh, policy), optax.sgd(1.0)
+    fsdp = jshard.FSDP(mesh, policy, sequences=preference.sequences(None))
+    optimizer = optax.sgd(1.0)
     model = make(name, objective, nnx.Rngs(0))
     state = fsdp.from_model(model, optimizer, wrt=nnx.LoRAParam)
     step = fsdp.train_step(preference.loss_fn, optimizer)

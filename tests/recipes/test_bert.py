@@ -79,7 +79,7 @@ def test_a_sharded_run_follows_one_device(x64, mesh, remat):
         losses.append(value)
 
     policy = jshard.Policy(min_shard_elements=0, remat=remat)
-    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy)
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy, sequences=tuple(rows))
     state, step = fsdp.from_model(model, tx), fsdp.train_step(bert.loss_fn, tx)
     for want in losses:
         state, metrics = step(state, fsdp.shard_batch(rows))

@@ -23,7 +23,7 @@ from resumable import RECIPE, train
 from streams import ROWS
 from test_stopping import RECIPE as WITH_SAMPLE
 
-BATCH = 16
+BATCH = 24
 
 
 class Model(nnx.Module):
@@ -35,23 +35,35 @@ class Model(nnx.Module):
 
 
 def loss_fn(model, batch):
-    """Tokens differ in number by example, as in a batch with separators."""
-    squares = jnp.sum(model(batch["x"]) ** 2, axis=-1) * batch["tokens"]
-    largest = jnp.max(batch["x"], axis=-1)
-    named = {"largest": jshard.Mean(jnp.sum(largest), len(largest))}
-    return 0.5 * jshard.Mean(jnp.sum(squares), jnp.sum(batch["tokens"])), named
+    """Counts by tokens, by examples, by what it computes and by calls.
+
+    "weights" are a feature.
+    """
+    y = model(batch["x"] * jnp.log(batch["weights"])[:, None])
+    squares, late = jnp.sum(y**2, axis=-1), y[:, 0] > 0
+    named = {
+        "largest": jshard.Mean(jnp.sum(jnp.max(y, axis=-1)), len(y)),
+        "late": jshard.Mean(jnp.sum(squares * late), jnp.sum(late)),
+        "most": jshard.nn.Max(jnp.max(y)),
+    }
+    of_tokens = jshard.Mean(
+        jnp.sum(squares * batch["tokens"]), jnp.sum(batch["tokens"])
+    )
+    return 0.5 * of_tokens + jshard.Mean(2.0, 1), named
 
 
 def example(index: int) -> dict:
     draw = np.random.default_rng(index)
-    return {"x": draw.normal(size=4), "tokens": np.float64(draw.integers(1, 9))}
+    x, weights = draw.normal(size=4), draw.uniform(1, 2)
+    return {"x": x, "tokens": np.float64(draw.integers(1, 9)), "weights": weights}
 
 
 @functools.cache
-def prepared() -> tuple[Any, Any, dict]:
+def prepared(devices: int = 8) -> tuple[Any, Any, dict]:
     """(a run, its state, its evaluation steps)."""
     policy = jshard.Policy(min_shard_elements=0)
-    fsdp = jshard.FSDP(jshard.make_mesh(), policy, units=(nnx.Linear,))
+    mesh = jshard.make_mesh(devices=jax.devices()[:devices])
+    fsdp = jshard.FSDP(mesh, policy, units=(nnx.Linear,))
     reader = {
         "batch_size": BATCH,
         "process_index": jax.process_index(),
@@ -67,23 +79,29 @@ def prepared() -> tuple[Any, Any, dict]:
     return run, fsdp.init(Model, optax.sgd(0.1)), {}
 
 
-def evaluated(count: int) -> tuple[dict[str, float], dict[str, float]]:
+def evaluated(count: int, devices: int = 8) -> tuple[dict, dict]:
     """An evaluation over so many examples, and the same without jshard."""
     with jax.enable_x64(True):
-        run, state, steps = prepared()
+        run, state, steps = prepared(devices)
         examples = grain.MapDataset.range(count).map(example)
         got = prepare_evaluation(run, examples, steps)(state)
-        rows = [example(i) for i in range(count)]
-        full = {k: np.stack([row[k] for row in rows]) for k in rows[0]}
+        full = rows_of(count)
         params = run.job.fsdp.fetch(state.params)
         kernel, bias = (params["linear"][name][...] for name in ("kernel", "bias"))
-        outputs = np.tanh(full["x"] @ np.asarray(kernel) + np.asarray(bias))
-        squares = np.sum(outputs**2, -1) * full["tokens"]
-        loss = 0.5 * np.sum(squares) / np.sum(full["tokens"])
+        x = full["x"] * np.log(full["weights"])[:, None]
+        y = np.tanh(x @ np.asarray(kernel) + np.asarray(bias))
+        squares, late = np.sum(y**2, -1), y[:, 0] > 0
         return got, {
-            "eval_loss": loss,
-            "eval_largest": np.mean(np.max(full["x"], axis=-1)),
+            "eval_loss": 0.5 * np.average(squares, weights=full["tokens"]) + 2,
+            "eval_largest": np.mean(np.max(y, axis=-1)),
+            "eval_late": np.mean(squares[late]) if any(late) else 0.0,
+            "eval_most": y.max(),
         }
+
+
+def rows_of(count: int) -> dict[str, np.ndarray]:
+    rows = [example(i) for i in range(count)]
+    return {k: np.stack([row[k] for row in rows]) for k in rows[0]}
 
 
 def _config():
@@ -92,48 +110,59 @@ def _config():
     return ConfigDict({"steps": 1, "batch_size": BATCH, "eval_every": 1})
 
 
-COUNTS = [1, 5, 15, 16, 17, 33]
+COUNTS = [1, 5, 8, 19, 24, 33]
 
 
-@pytest.mark.quick("5", "17")  # and all of them below
+@pytest.mark.quick("5-2", "19-8", "33-3")
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", COUNTS)
-def test_examples_without_weights_that_no_batch_divides_are_evaluated_exactly(count):
-    got, want = evaluated(count)
-    assert got == pytest.approx(want, rel=1e-9)
+def test_examples_that_nothing_divides_are_evaluated_exactly_and_no_copies(
+    count, devices
+):
+    got, want = evaluated(count, devices)
+    assert got == pytest.approx(want, rel=1e-12)
 
 
-def weighed_loss(model, batch):
-    """Of its Means, the second alone reads the weights."""
-    x = batch["x"][:, 0]
-    read = {
-        "read": jshard.Mean(jnp.sum(x * batch["weights"]), jnp.sum(batch["weights"]))
-    }
-    return jshard.Mean(jnp.sum(x), len(x)), read
-
-
-def reading_loss(model, batch):
-    x, weights = batch["x"][:, 0], batch["weights"]
-    loss = jshard.Mean(jnp.sum(x * weights), jnp.sum(weights))
-    return loss + jshard.Mean(jnp.ones(()), 1)  # once a batch
-
-
-@pytest.mark.parametrize("loss", [weighed_loss, reading_loss])
-def test_copies_count_nothing_whether_or_not_the_loss_reads_their_weights(loss):
+def evaluate(loss: Any, count: int) -> dict[str, float]:
+    """An evaluation of another loss, on eight devices."""
     with jax.enable_x64(True):
         run, state, _ = prepared()
         recipe = SimpleNamespace(loss_fn=loss)
         job = SimpleNamespace(fsdp=run.job.fsdp, recipe=recipe)
         run: Any = SimpleNamespace(**vars(run) | {"job": job})
-        rows: Any = [example(i) | {"weights": np.float64(i + 1)} for i in range(19)]
-        examples = grain.MapDataset.source(rows)
-        got = prepare_evaluation(run, examples)(state)
-        x = np.stack([row["x"][0] for row in rows])
-        weighed = np.average(x, weights=np.arange(1, 20))
-        if loss is reading_loss:
-            assert got == pytest.approx({"eval_loss": weighed + 1})
-        else:
-            want = {"eval_loss": np.mean(x), "eval_read": weighed}
-            assert got == pytest.approx(want)
+        return prepare_evaluation(run, grain.MapDataset.range(count).map(example))(
+            state
+        )
+
+
+def test_statistics_of_a_batch_leave_copies_out():
+    def loss(model, batch):
+        total, count = jshard.pmean((jnp.sum(batch["x"]), batch["x"].size))
+        return jshard.Mean((total / count) ** 2, 1)
+
+    want = np.mean(rows_of(5)["x"]) ** 2
+    assert evaluate(loss, 5) == pytest.approx({"eval_loss": want}, rel=1e-12)
+
+
+def contrastive(model, batch):
+    y = jax.lax.all_gather(model(batch["x"]), "fsdp", tiled=True)
+    return jshard.Mean(jnp.sum(batch["x"] @ y.T), len(batch["x"]))
+
+
+def test_devices_that_see_each_others_examples_are_given_no_copies():
+    """And it is said before the first step."""
+    said = r"test_evaluation.py:\d+ .*: all_gather combines .* use jshard.pmean"
+    with pytest.raises(jshard.UserError, match=said):
+        evaluate(contrastive, 29)
+    assert np.isfinite(evaluate(contrastive, 32)["eval_loss"])
+
+
+def test_a_batch_that_is_no_example_for_each_device_is_refused():
+    run, state, _ = prepared()
+    fsdp, rows = run.job.fsdp, rows_of(16)
+    for examples, given in ((3, rows), (9, rows_of(8)), (0, rows_of(8))):
+        with pytest.raises(jshard.UserError, match="must have 8, one for each device"):
+            fsdp.eval_step(loss_fn, examples=examples)(state, fsdp.shard_batch(given))
 
 
 @pytest.mark.slow
@@ -141,7 +170,7 @@ def test_two_processes_evaluate_them_exactly_too(tmp_path):
     with Processes(2, 4, tmp_path) as processes:
         for count in COUNTS:
             for got, want in processes.call(evaluated, count):
-                assert got == pytest.approx(want, rel=1e-9)
+                assert got == pytest.approx(want, rel=1e-12)
 
 
 # Before the first step.

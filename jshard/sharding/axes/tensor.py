@@ -14,12 +14,14 @@ V columns of this device.
 """
 
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -38,7 +40,11 @@ _PARTS = 2  # four hide no more (docs/log/axes_and_pipelines.md)
 
 
 def tensor_parallel(
-    fn: Callable[..., Any], x_BTD: Any, *args: Any, **kwargs: Any
+    fn: Callable[..., Any],
+    x_BTD: Any,
+    *args: Any,
+    tokens: Sequence[str] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """Computes ``fn(x, ...)`` with parts of its weights on the devices of "tensor".
 
@@ -50,43 +56,47 @@ def tensor_parallel(
     Args:
       fn: maps the tokens of all devices of "tensor", (B, S, ...), to (B, S, ...).
       x_BTD: this device's tokens.
-      *args: further arguments of ``fn``; of arrays that begin with (B, T) it gets the
-        parts of all devices, too. One that is no tokens, but has their shape by chance,
-        is the same on all devices, and the step refuses it: let ``fn`` close over it.
-      **kwargs: the same.
+      *args: further arguments of ``fn``.
+      tokens: the names of those arguments of ``fn`` whose arrays have this device's
+        tokens, too, (B, T, ...), for each of which it gets the tokens of all devices.
+        It gets the others as they are.
+      **kwargs: further arguments of ``fn``.
 
     Returns:
       What ``fn`` returns, for this device's tokens.
 
     Raises:
-      UserError: ``fn`` returns arrays without the dimensions (B, S).
+      UserError: ``fn`` returns arrays without the dimensions (B, S); it has no argument
+        of a name in ``tokens``, or an array of one does not begin with (B, T); or
+        ``tokens`` is not given, and an array of an argument begins so.
     """
     if TENSOR not in sequence_axes() or lax.axis_size(TENSOR) == 1:
         return fn(x_BTD, *args, **kwargs)
     axes = tuple(axis for axis in sequence_axes() if axis != TENSOR)
-    tokens = x_BTD.shape[:2]
-    number = math.gcd(tokens[0], _PARTS) if on_gpus() else 1
+    first, *_ = names = _names(fn, 1 + len(args))
+    given = dict(zip(names, (x_BTD, *args), strict=True)) | kwargs
+    of_tokens = _of_tokens(given, tokens)
+    B = x_BTD.shape[0]
+    number = math.gcd(B, _PARTS) if on_gpus() else 1
 
-    def part(index: int) -> tuple:
-        size = tokens[0] // number
-        some = slice(index * size, (index + 1) * size)
-        own = lambda x: x[some] if jnp.shape(x)[:2] == tokens else x
-        inputs = (x_BTD, args, kwargs)
-        return jax.tree.map(own, inputs) if number > 1 else inputs
+    def part(index: int) -> dict[str, Any]:
+        some = slice(index * (B // number), (index + 1) * (B // number))
+        own = lambda x, yes: x[some] if yes and number > 1 else x
+        return jax.tree.map(own, given, of_tokens)
 
     @jax.named_scope(TENSOR_PARALLEL)
-    def send(inputs: tuple) -> tuple:
+    def send(inputs: dict[str, Any]) -> dict[str, Any]:
         gather = functools.partial(lax.all_gather, axis_name=TENSOR, axis=1, tiled=True)
-        x_BTD, *others = inputs
-        of_tokens = lambda x: jnp.shape(x)[:2] == x_BTD.shape[:2]
+        own = lambda x, yes: gather(x) if yes else x
         with jax.named_scope(BESIDE_TOKENS):
-            others = jax.tree.map(lambda x: gather(x) if of_tokens(x) else x, others)
-        return gather(x_BTD), *others
+            others = {k: x for k, x in inputs.items() if k != first}
+            sent = {k: jax.tree.map(own, x, of_tokens[k]) for k, x in others.items()}
+        return {first: gather(inputs[first]), **sent}
 
-    def compute(inputs: tuple) -> Any:
-        x_BSD, args, kwargs = inputs
+    def compute(inputs: dict[str, Any]) -> Any:
+        x_BSD, *others = (inputs[name] for name in names)
         with split_sequences(axes):
-            result = fn(x_BSD, *args, **kwargs)
+            result = fn(x_BSD, *others, **{name: inputs[name] for name in kwargs})
         for y in jax.tree.leaves(result):
             if jnp.shape(y)[:2] != x_BSD.shape[:2] or not is_float(y):
                 raise UserError(
@@ -106,6 +116,48 @@ def tensor_parallel(
     if number == 1:
         return results[0]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+
+
+def _names(fn: Callable[..., Any], number: int) -> list[str]:
+    """Returns the names of so many positional arguments: "1", "2", ... in ``*args``."""
+    parameters = inspect.signature(fn).parameters.values()
+    named = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
+    return (named + list(map(str, range(number)))[len(named) :])[:number]
+
+
+def _of_tokens(
+    inputs: Mapping[str, Any], tokens: Sequence[str] | None
+) -> dict[str, Any]:
+    """Returns which arrays of the arguments, by name, have tokens; the first has.
+
+    Raises:
+      UserError: as ``tensor_parallel``.
+    """
+    first, *others = inputs
+    said, begin = tuple(tokens or ()), inputs[first].shape[:2]
+    if unknown := [name for name in said if name not in others]:
+        raise UserError(
+            f"tensor_parallel: tokens={said}, but fn is given no {unknown[0]!r} beside "
+            f"{first!r}; it is given {', '.join(others) or 'nothing'}"
+        )
+    for name in others:
+        for x in jax.tree.leaves(inputs[name]):
+            begins_so = np.shape(x)[:2] == begin
+            if tokens is None and begins_so:
+                raise UserError(
+                    f"tensor_parallel: the argument {name!r} of fn, {jax.typeof(x)}, "
+                    f"begins like its tokens, {list(begin)}: say tokens=({name!r},) if "
+                    "it is of tokens, and tokens=() if it is the same for all of them"
+                )
+            if name in said and not begins_so:
+                raise UserError(
+                    f"tensor_parallel: tokens={said}, but {name!r} is {jax.typeof(x)}; "
+                    f"what is of tokens begins with {list(begin)}, as {first!r} does"
+                )
+    return {
+        name: jax.tree.map(lambda _, yes=name == first or name in said: yes, tree)
+        for name, tree in inputs.items()
+    }
 
 
 def _in_turn(exchange: Callable[[Any], Any], parts: Iterable[Any]) -> list[Any]:

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.sharding.collectives.counted import counts_here
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import manual_axes
-from jshard.sharding.settings.scopes import ALL_REDUCE, REDUCE_SCATTER
+from jshard.sharding.settings.scopes import ALL_REDUCE, COUNTED, REDUCE_SCATTER
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
@@ -82,9 +83,15 @@ def _reduce_scatter_in(grad: jax.Array, dim: int, axes: Any, dtype: Any) -> jax.
 def pmean(x: Any) -> Any:
     """Returns the mean over all devices of a step, or ``x`` itself outside a mesh.
 
-    Use it for statistics over the global batch (batch norm, load balance).
+    Use it for statistics over the global batch (batch norm, load balance). Devices
+    whose example does not count (``FSDP.eval_step(examples=)``) are left out.
     """
-    axes = manual_axes()
+    axes, counts = manual_axes(), counts_here()
     if not axes:
         return x
-    return jax.tree.map(lambda v: lax.pmean(v, axes), x)
+    if counts is None:
+        return jax.tree.map(lambda v: lax.pmean(v, axes), x)
+    with jax.named_scope(COUNTED):
+        number = lax.psum(jnp.where(counts, 1, 0), axes)
+        mean = lambda v: lax.psum(jnp.where(counts, v, 0), axes) / number
+        return jax.tree.map(mean, x)

@@ -37,6 +37,8 @@ class Split:
       dims: paths of parameters ("query.kernel") that are split along another dimension,
         counted from the end; an ``nnx.LinearGeneral`` to heads has -2.
       counts: what the axis must divide besides, by name: {"num_heads": 32}.
+      tokens: of a module in ``FSDP(tensor_splits=)``, the arguments of its call that
+        have tokens, as of ``jshard.nn.tensor_parallel``; None says nothing of them.
     """
 
     columns: tuple[str, ...] = ()
@@ -44,6 +46,7 @@ class Split:
     rows: tuple[str, ...] = ()
     dims: Mapping[str, int] = dataclasses.field(default_factory=dict)
     counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tokens: tuple[str, ...] | None = None
 
 
 class Parts(NamedTuple):

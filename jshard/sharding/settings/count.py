@@ -6,7 +6,6 @@ A batch of a large job may have more than 2**31 tokens, and float32 counts to 2*
 import dataclasses
 import functools
 import numbers
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -106,18 +105,6 @@ def sum_of(values: Any) -> Any:
     A Count keeps its digits as they come, for ``add_up`` to carry.
     """
     return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), values)
-
-
-def times(value: Any, factor: Fraction | float) -> Any:
-    """Multiplies a number of either kind; a Count outside of ``jit``.
-
-    A product of a Count that is not whole is a float.
-    """
-    if not isinstance(value, Count):
-        return float(factor) * value
-    product = int(value) * factor
-    whole = int(product)
-    return exact(whole if whole == product else float(product))
 
 
 def as_float(value: Any, dtype: Any = None) -> jax.Array:

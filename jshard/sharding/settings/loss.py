@@ -5,7 +5,6 @@ import functools
 import numbers
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any, NoReturn
 
 import jax
@@ -14,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jshard.sharding.settings.callers_mesh import own_mesh
-from jshard.sharding.settings.count import Count, add_up, as_float, exact, times
-from jshard.sharding.settings.maximum import NOTHING, Max, is_max
+from jshard.sharding.settings.count import Count, add_up, as_float, exact
+from jshard.sharding.settings.maximum import Max, is_max
 from jshard.sharding.settings.mesh import manual_axes
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.system.errors import UserError
@@ -202,16 +201,14 @@ class Means:
 
     __radd__ = __add__
 
-    def scaled(self, factor: Fraction | float) -> "Means":
-        """Counts each example ``factor`` times; -1 subtracts them, but for a Max."""
+    def where(self, counts: jax.Array | None) -> "Means":
+        """Returns these Means, or ones of nothing if ``counts`` is a bool and False."""
+        if counts is None:
+            return self
         return self._map(
-            lambda mean: Mean(times(mean.total, factor), times(mean.count, factor)),
-            lambda largest: largest if factor > 0 else NOTHING,
+            lambda mean: jax.tree.map(lambda x: jnp.where(counts, x, 0), mean),
+            lambda largest: Max(jnp.where(counts, largest.value, -jnp.inf)),
         )
-
-    def leaves_out(self) -> bool:
-        """Returns whether a term of the loss counted nothing."""
-        return not all(float(mean.count) > 0 for _, mean in self.loss.terms)
 
     def counted(self) -> bool:
         """Returns whether any term of the loss counted anything."""

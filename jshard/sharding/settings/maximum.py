@@ -37,9 +37,6 @@ class Max:
         return Max(lax.pmax(self.value, axes))
 
 
-NOTHING = Max(-jnp.inf)
-
-
 def is_max(x: Any) -> bool:
     """Returns whether something is a Max."""
     return isinstance(x, Max)

@@ -210,7 +210,7 @@ def mesh_text(mesh: Mesh) -> str:
     return " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
 
 
-def axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+def mesh_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes of a mesh that are manual in a step; others are automatic."""
     return tuple(axis for axis in AXES if axis in mesh.axis_names)
 
@@ -220,7 +220,7 @@ def shard_axes(mesh: Mesh | AbstractMesh | None = None) -> str | tuple[str, ...]
 
     These are those of ``mesh``, or of the step that is being traced.
     """
-    names = manual_axes() if mesh is None else axes_of(mesh)
+    names = manual_axes() if mesh is None else mesh_axes(mesh)
     axes = tuple(axis for axis in names if axis != REPLICA)
     return axes if len(axes) > 1 else FSDP
 
@@ -238,7 +238,9 @@ def shards_of(mesh: Mesh | AbstractMesh, *, split: bool = False) -> int:
     If it is ``split`` over "tensor" and "expert", these are shards of a device's part.
     """
     skipped = (REPLICA, TENSOR, EXPERT) if split else (REPLICA,)
-    return math.prod(mesh.shape[axis] for axis in axes_of(mesh) if axis not in skipped)
+    return math.prod(
+        mesh.shape[axis] for axis in mesh_axes(mesh) if axis not in skipped
+    )
 
 
 def example_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -257,11 +259,11 @@ def devices_of_a_sequence(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     return {axis: mesh.shape[axis] for axis in SEQUENCE if mesh.shape.get(axis, 1) > 1}
 
 
-def batch_spec(mesh: Mesh | AbstractMesh, ndim: int) -> PartitionSpec:
-    """Returns how an array of a batch is split, (examples, sequence, ...)."""
+def batch_spec(mesh: Mesh | AbstractMesh, *, sequence: bool) -> PartitionSpec:
+    """Returns how an array (examples, ...) is split, or (examples, sequence, ...)."""
+    split = [axis for axis in SEQUENCE if sequence and axis in mesh.axis_names]
     examples = example_axes(mesh)
-    split = tuple(axis for axis in SEQUENCE if axis in mesh.axis_names)
-    return PartitionSpec(*((examples, split) if split and ndim > 1 else (examples,)))
+    return PartitionSpec(*((examples, tuple(split)) if split else (examples,)))
 
 
 def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -270,7 +272,7 @@ def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Returns the manual mesh axes: ``axes_of`` inside a step, otherwise none.
+    """Returns the manual mesh axes: ``mesh_axes`` inside a step, otherwise none.
 
     Without "pipe" for what runs in a stage, with the stage's devices alone.
     """

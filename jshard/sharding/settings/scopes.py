@@ -19,8 +19,9 @@ ALL_REDUCE = "all-reduce"
 LOOK_UP = "look-up"
 EXCHANGE = "exchange of heads"
 TENSOR_PARALLEL = "tensor-parallel"
-BESIDE_TOKENS = "beside tokens"  # in it: of arrays that have the shape of tokens
+BESIDE_TOKENS = "beside tokens"  # in it: of what is named beside them
 EXCHANGE_TOKENS = "exchange of tokens"
+COUNTED = "of counted examples"  # in it: means that leave out what fills up devices
 # What exceeds the first round, and from which multiple of an even share, in which
 # steps: "further rounds from 1.25 by 0.5". Only plans with --imbalance count it.
 FURTHER_ROUNDS = "further rounds"

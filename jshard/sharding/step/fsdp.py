@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.sharding.cpu.order import in_order
 from jshard.sharding.cpu.pacing import pace
-from jshard.sharding.layout.batch import check_fields, split_batch
+from jshard.sharding.layout.batch import check_fields, check_sequences, split_batch
 from jshard.sharding.layout.capacity import check_capacity
 from jshard.sharding.layout.memory_kinds import check_memory, on_device
 from jshard.sharding.layout.padding import pad
@@ -50,6 +50,8 @@ class FSDP:
       tensor_splits: modules, by path ("blocks.attention"), that are called within
         ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
         not say so itself, on a mesh with a "tensor" axis.
+      sequences: the names, dotted within trees, of a batch's (examples, sequence, ...)
+        arrays, which "context" and "tensor" split. A single array need not be named.
       compiler_options: XLA options for the jitted steps, which override jshard's
         (``jshard.system.compat.xla_options``); None leaves an option to XLA.
 
@@ -64,6 +66,7 @@ class FSDP:
         *,
         units: Sequence[type] | Mapping[type, int] = (),
         tensor_splits: Mapping[str, Split] | None = None,
+        sequences: Sequence[str] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ):
         mesh = self.mesh = check_mesh(mesh)
@@ -71,12 +74,12 @@ class FSDP:
         self.policy.check_groups(shards_of(mesh, split=True))
         splits = tensor_splits or {}
         self.tensor_splits = {tuple(x.split(".")): split for x, split in splits.items()}
+        self.sequences = check_sequences(sequences)
         check_memory(self.policy, mesh)
         checks.check_precisions(self.policy, mesh)
         self.units = given.check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        paths = tuple(self.tensor_splits)
-        self._build = functools.partial(step.build, self.units, paths)
+        self._build = functools.partial(step.build, self.units, self.tensor_splits)
         float8 = self.policy.multiplies_in_float8()
         options = platform(mesh), mesh.size, compiler_options
         self.compiler_options = xla_options.compiler_options(*options, float8=float8)
@@ -205,13 +208,16 @@ class FSDP:
         given.check_optimizer(optimizer)
         return self._jit(step.train_step, loss_fn, seed, optimizer, donate_argnums=0)
 
-    def eval_step(self, loss_fn: Callable[..., Any], seed: int = 0) -> Step[Means]:
+    def eval_step(
+        self, loss_fn: Callable[..., Any], seed: int = 0, *, examples: int | None = None
+    ) -> Step[Means]:
         """Returns the jitted ``means = eval_step(state, batch)``, in eval mode.
 
-        Results of batches can be added: ``(a + b).compute()`` is a dict of floats. An
-        argument ``rngs`` of ``loss_fn`` is as in ``train_step``.
+        Results of batches can be added: ``(a + b).compute()`` is a dict of floats.
+        Of a batch of one example for each device, the first ``examples`` count, and the
+        others fill it up (docs/concepts/losses.md). The rest is as for ``train_step``.
         """
-        return self._jit(step.eval_step, loss_fn, seed)
+        return self._jit(step.eval_step, loss_fn, seed, examples)
 
     def predict_step(
         self, fn: Callable[..., Any], *, donate_batch: bool = False
@@ -248,7 +254,7 @@ class FSDP:
         checks.check_fields(state)
         layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
         layout.check_memory(state)
-        return layout
+        return dataclasses.replace(layout, sequences=self.sequences)
 
     # Data in and out.
 
@@ -258,15 +264,14 @@ class FSDP:
         An array of typed random keys has a key an example. A scalar, which may be a
         key, stays whole, the same for every example of every process and micro-batch.
 
-        "context" and "tensor" split arrays of two and more dimensions along the second,
-        the sequence. Processes that share sequences all pass them whole.
+        "context" and "tensor" split ``sequences`` along their second dimension.
+        Processes that share sequences all pass them whole.
 
         Raises:
-          UserError: the number of examples is not divisible by the mesh's devices;
-            sequences differ in length or don't divide; a field is text, objects or a
-            list.
+          UserError: examples or sequences are not divisible by the mesh's devices; it
+            is not said which are sequences; a field is text, objects or a list.
         """
-        return split_batch(local_batch, self.mesh)
+        return split_batch(local_batch, self.mesh, self.sequences)
 
     def shard_examples(self, local_batch: Any) -> Any:
         """Makes global arrays for ``predict_step``, in which sequences are whole.

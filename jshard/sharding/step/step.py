@@ -6,7 +6,7 @@ grows large, and each gradient ends with the layout of its parameter.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jshard.sharding.collectives.counted import counts_here, only_first
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.collectives.microbatch import microbatch
 from jshard.sharding.collectives.reduce import all_reduce, scatter
@@ -38,9 +39,9 @@ from jshard.sharding.settings.count import add_up
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
 from jshard.sharding.settings.mesh import (
-    axes_of,
     examples_spec,
     manual_axes,
+    mesh_axes,
     split_sequences,
     stages_of,
 )
@@ -48,7 +49,7 @@ from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.state import ModelArrays, TrainState
 from jshard.sharding.step.accumulate import accumulate
 from jshard.sharding.step.program.draws import with_rngs
-from jshard.sharding.step.program.refusals import check_means
+from jshard.sharding.step.program.refusals import check_apart, check_means
 from jshard.sharding.step.program.told import (
     say_what_is_written,
     tell_of_reads,
@@ -74,7 +75,7 @@ LayoutOf = Callable[[TrainState], Layout]
 
 def build(
     units: tuple[type, ...],
-    tensor_parallel: tuple[tuple[str, ...], ...],
+    tensor_splits: Mapping[tuple[str, ...], Any],
     graphdef: nnx.GraphDef,
     layout: Layout,
     *arrays: nnx.State,
@@ -82,8 +83,8 @@ def build(
 ) -> nnx.Module:
     """Returns the model on one device, whose units gather their shards.
 
-    Types in ``units`` become Units, and modules at the paths of ``tensor_parallel`` are
-    called within that function. In training the policy may make the root a unit, too
+    Types in ``units`` become Units, and modules in ``tensor_splits`` are called within
+    ``tensor_parallel``. In training the policy may make the root a unit, too
     (``reshard_root``); otherwise it is gathered here. Modules train as they were given.
     """
     model = nnx.merge(graphdef, *arrays, copy=True)
@@ -92,7 +93,7 @@ def build(
         decide_for_training(model)
     else:
         model.eval()
-    make_parallel(model, tensor_parallel)
+    make_parallel(model, tensor_splits)
     make_units(model, units)
     stages = layout.stages
     of_stages = None if stages is None else functools.partial(leave_open, stages=stages)
@@ -130,13 +131,14 @@ def train_step(
     policy, mesh = layout.policy, layout.mesh
     check_batch(batch, mesh, accumulate=policy.accumulate)
     check_state(state, policy, optimizer)
-    loss_fn, batch = with_rngs(loss_fn, batch, seed, state.step)
+    specs = batch_specs(batch, mesh, layout.sequences)
+    loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, training=True)
     of_root = root_as_unit(loss_fn, policy.reshard_root)
     local = functools.partial(train, model_of, of_root, layout)
     same = PartitionSpec()
     out_specs = layout.local_specs.params, same, same
-    run = _on_devices(local, layout, (batch_specs(batch, mesh), same), out_specs)
+    run = _on_devices(local, layout, (specs, same), out_specs)
     scale = state.loss_scale and state.loss_scale.scale
     with split_sequences(), in_stages(stages_of(mesh)):
         grads, metrics, model_state = run(_arrays(state), batch, scale)
@@ -150,13 +152,15 @@ def eval_step(
     build: Build,
     loss_fn: Callable,
     seed: int,
+    examples: int | None,
     state: TrainState,
     batch: Any,
 ) -> Means:
-    """Returns the Means of ``loss_fn``, with global totals and counts."""
+    """Returns the Means of ``loss_fn`` over all, or the first, examples of the mesh."""
     layout = layout_of(state)
-    check_batch(batch, layout.mesh)
-    loss_fn, batch = with_rngs(loss_fn, batch, seed, state.step)
+    check_batch(batch, layout.mesh, counted=examples)
+    specs = batch_specs(batch, layout.mesh, layout.sequences)
+    loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):
@@ -170,11 +174,12 @@ def eval_step(
         check_means(traced.jaxpr, shapes)
         forward, _ = once_checked(traced, shapes, layout, arrays, (batch,))
         _, (means, _) = forward(*arrays, batch)
-        return over_devices(means)
+        if examples is not None:
+            check_apart(traced.jaxpr, batch)
+        return over_devices(means.where(counts_here()))
 
-    in_specs = (batch_specs(batch, layout.mesh),)
-    with split_sequences():
-        mapped = _on_devices(local, layout, in_specs, PartitionSpec())
+    with split_sequences(), only_first(examples):
+        mapped = _on_devices(local, layout, (specs,), PartitionSpec())
         return mapped(_arrays(state), batch)
 
 
@@ -189,7 +194,8 @@ def predict_step(
     """Returns ``fn(model, batch)`` of the global batch."""
     layout = layout_of(state).whole()
     check_batch(batch, layout.mesh, whole=True)
-    fn, batch = with_rngs(fn, batch, seed, state.step)
+    specs = batch_specs(batch, layout.mesh, whole=True)
+    fn, batch, specs = with_rngs(fn, batch, specs, seed, state.step)
     model_of = functools.partial(build, state.graphdef, layout, training=False)
 
     def run(params, frozen, model_state, batch):
@@ -202,8 +208,7 @@ def predict_step(
         differing(traced.jaxpr, layout, arrays, (batch,))
         return replay(traced, shapes)(*arrays, batch)
 
-    in_specs = (batch_specs(batch, layout.mesh, whole=True),)
-    mapped = _on_devices(local, layout, in_specs, examples_spec(layout.mesh))
+    mapped = _on_devices(local, layout, (specs,), examples_spec(layout.mesh))
     return mapped(_arrays(state), batch)
 
 
@@ -218,7 +223,7 @@ def _on_devices(
     return jax.shard_map(
         fn,
         mesh=layout.mesh,
-        axis_names=set(axes_of(layout.mesh)),
+        axis_names=set(mesh_axes(layout.mesh)),
         check_vma=False,
         in_specs=(layout.local_specs, *in_specs),
         out_specs=out_specs,

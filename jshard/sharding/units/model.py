@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.float8.products import fits, take_float8
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.splits import Split
 from jshard.sharding.layout.variables import of_class, replace, variables
 from jshard.sharding.settings.mesh import AXES, manual_axes, names_of
 from jshard.sharding.settings.policy import Policy, Reshard, UnitPolicy
@@ -44,22 +45,23 @@ def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
             become(module, unit_class(type(module)))
 
 
-def make_parallel(model: nnx.Module, paths: Sequence[tuple]) -> None:
-    """Lets the modules at ``paths`` be called within ``tensor_parallel``, in place."""
-    parallel = {
-        id(module): of_class(module, _parallel_class(type(module)))
-        for path, module in nnx.iter_modules(model)
-        if tuple(map(str, path)) in paths
-    }
+def make_parallel(model: nnx.Module, splits: Mapping[tuple, Split]) -> None:
+    """Lets the modules at these paths be called within ``tensor_parallel``."""
+    parallel = {}
+    for path, module in nnx.iter_modules(model):
+        if split := splits.get(tuple(map(str, path))):
+            tokens = split.tokens and tuple(split.tokens)
+            parallel[id(module)] = of_class(
+                module, _parallel_class(type(module), tokens)
+            )
     replace(model, parallel)
 
 
 @functools.cache
-def _parallel_class(cls: type) -> type:
+def _parallel_class(cls: type, tokens: tuple[str, ...] | None) -> type:
     def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor_parallel(
-            functools.partial(cls.__call__, self), x, *args, **kwargs
-        )
+        fn = functools.partial(cls.__call__, self)
+        return tensor_parallel(fn, x, *args, tokens=tokens, **kwargs)
 
     return derived(cls.__name__, (Derived, cls), {"__call__": call})
 

@@ -9,10 +9,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jshard.data.batches import eval_batches, has_weights
+from jshard.data.batches import eval_batches, last_sizes
 from jshard.data.dataset import Dataset, Sets
+from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
 from jshard.inference.evaluate.in_runs import RunTasks
+from jshard.sharding.settings.mesh import groups_of_examples
 from jshard.sharding.settings.state import TrainState
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.formatting import did_you_mean
@@ -80,23 +82,29 @@ def prepare_evaluation(
       UserError: The data cannot be evaluated on, two metrics have one name, or
         `checkpoint.best` names none of them.
     """
-    fsdp, loss_fn, reader = run.job.fsdp, run.job.recipe.loss_fn, run.reader()
+    fsdp, loss_fn, process = run.job.fsdp, run.job.recipe.loss_fn, dict(run.reader())
     steps = {} if steps is None else steps
-    if loss_fn not in steps:
-        steps[loss_fn] = fsdp.eval_step(loss_fn, run.config.seed)
-    eval_step = steps[loss_fn]
-    limit = run.config.eval_batches or None
+    sizes = {
+        "batch_size": process.pop("batch_size"),
+        "devices": groups_of_examples(fsdp.mesh),
+        "max_batches": run.config.eval_batches or None,
+    }
     sets = data if isinstance(data, Mapping) else {"": data}
+
+    def step_of(examples: int | None) -> Any:
+        key = loss_fn, examples
+        if key not in steps:
+            seed = run.config.seed
+            steps[key] = fsdp.eval_step(loss_fn, seed, examples=examples)
+        return steps[key]
 
     def total_of(state: TrainState, dataset: Dataset | None) -> Any:
         total: Any = 0
-        read = eval_batches(dataset, max_batches=limit, **reader)
-        for factor, batch in _agreed(dataset, read):
+        read = eval_batches(dataset, **sizes, **process)
+        for rows, examples in _agreed(dataset, read):
             previous = total
-            means = eval_step(state, fsdp.shard_batch(run.filled(batch)))
-            if factor < 0 and has_weights(batch) and means.leaves_out():
-                continue  # the copies weighed nothing
-            total = total + (means if factor == 1 else means.scaled(factor))
+            batch = fsdp.shard_batch(run.filled(rows))
+            total = total + step_of(examples)(state, batch)
             jax.block_until_ready(previous)  # run one batch ahead, as in training
         return total
 
@@ -124,9 +132,13 @@ def prepare_evaluation(
 
     traced = {}
     for name, one in sets.items():
-        first = eval_batches(one, max_batches=limit, num_threads=0, **reader)
-        batch = fsdp.shard_batch(next(first)[1])
-        traced[name] = jax.eval_shape(eval_step, run.abstract_state, batch)
+        rows, examples = next(eval_batches(one, num_threads=0, **sizes, **process))
+        parts = process.get("process_count", 1)
+        first = count_rows(rows) * parts, examples
+        for size, examples in (first, *last_sizes(one, **sizes)):
+            some = jax.tree.map(lambda x, n=size // parts: x[:n], rows)
+            batch, step = fsdp.shard_batch(some), step_of(examples)
+            traced[name] = jax.eval_shape(step, run.abstract_state, batch)
     any_set = next(iter(traced.values()))
     own = {"": ("loss", *any_set.metrics, *(tasks.names if tasks else ()))}
     own |= {name: ("loss", *means.metrics) for name, means in traced.items() if name}

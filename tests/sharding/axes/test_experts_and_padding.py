@@ -100,7 +100,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mesh", CASES.values(), ids=CASES)
 def test_a_step_with_padding_is_the_step_without_it(mesh, corrected):
     want, grads, corrections = without_jshard(corrected)
-    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), jshard.Policy(min_shard_elements=0))
+    policy = jshard.Policy(min_shard_elements=0)
+    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy, sequences=tuple(rows(LONG)))
     tx = optax.sgd(1.0)
     state = fsdp.from_model(made(corrected), tx)
     before = parity.by_path(fsdp.fetch(state.params))

@@ -145,7 +145,7 @@ def test_split_columns_and_rows_compute_and_learn_as_whole_ones(
     def local(x_BTD, shift_BT, scale, up_DF, down_FD, ct_BTD):
         def run(x_BTD, up_DF, down_FD):
             fn = lambda x, shift, *, scale: mlp(x, shift, scale, up_DF, down_FD)
-            return tensor_parallel(fn, x_BTD, shift_BT, scale=scale)
+            return tensor_parallel(fn, x_BTD, shift_BT, scale=scale, tokens=("shift",))
 
         y_BTD, pullback = jax.vjp(run, x_BTD, up_DF, down_FD)
         return y_BTD, pullback(ct_BTD)

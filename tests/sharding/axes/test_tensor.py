@@ -21,6 +21,7 @@ from jshard.models.t5 import T5, T5Config
 from jshard.models.vit import ViT, ViTConfig
 from split_models import (
     MODELS,
+    SEQUENCES,
     TIME,
     batch,
     exchanged,
@@ -313,7 +314,7 @@ def test_fused_projections_in_float8_are_refused_in_one_line():
         vocab_size=64, sequence_length=8, num_layers=1, num_heads=2, width=128
     )
     policy = jshard.Policy(precision=jshard.Precision(products="float8"))
-    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2), policy)
+    fsdp = jshard.FSDP(jshard.make_mesh(tensor=2), policy, sequences=SEQUENCES)
     make, tx = (lambda rngs: GPT(config, rngs=rngs)), optax.sgd(0.1)
     tokens = {"inputs": np.zeros((4, 8), int), "targets": np.zeros((4, 8), int)}
     examples = fsdp.shard_batch(tokens | {"weights": np.ones((4, 8))})

@@ -13,6 +13,7 @@ import jshard
 from jshard.sharding.layout import batch as module
 from jshard.sharding.layout.batch import (
     abstract_batch,
+    batch_specs,
     check_batch,
     check_fields,
     divisor_of_examples,
@@ -133,8 +134,10 @@ def test_sequences_divide_by_the_axes_that_split_them():
     assert "by 2 groups of context=2 x tensor=2 devices; use 2 or 4" in refused(
         np.zeros((3, 8)), mesh
     )
-    assert refused({"x": np.zeros((2, 6))}, mesh) == (
-        "batch['x'] of shape [2, 6]: its sequence length is not divisible by the "
+    with pytest.raises(jshard.UserError) as error:
+        batch_specs({"x": np.zeros((2, 6))}, mesh)
+    assert str(error.value) == (
+        "batch: the sequence 'x' [2, 6] has a length that is not divisible by the "
         "mesh's context=2 x tensor=2"
     )
     # Whole ones need not divide; their examples are split over all devices.

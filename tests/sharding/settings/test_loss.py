@@ -15,6 +15,7 @@ import jshard
 from jshard import Mean
 from jshard.sharding.settings.count import exact
 from jshard.sharding.settings.loss import Loss, seeds
+from jshard.sharding.settings.maximum import Max
 
 
 def terms(loss: Any) -> list[tuple[float, float, float]]:
@@ -140,17 +141,21 @@ def test_means_pool_over_batches_by_count():
     assert list(pooled) == ["loss", "accuracy"]
 
 
-def test_a_batch_is_subtracted_by_the_factor_minus_1():
-    means = jshard.Means(
-        Mean(6.0, 3.0) + 0.5 * Mean(4.0, 2.0), {"hits": Mean(1.0, 4.0)}
+def test_means_that_do_not_count_add_nothing_whatever_they_hold():
+    loss = Mean(jnp.nan, 3.0) + 0.5 * Mean(4.0, exact(2))
+    means = jshard.Means(loss, {"hits": Mean(jnp.inf, 4), "most": Max(7.0)})
+    nothing = means.where(jnp.asarray(False))
+    assert terms(nothing.loss) == [(1, 0, 0), (0.5, 0, 0)]
+    assert not nothing.counted()
+    one = jshard.Means(
+        Mean(1.0, 2.0) + 0.5 * Mean(4.0, exact(2)),
+        {
+            "hits": Mean(1.0, 4),
+            "most": Max(-3.0),
+        },
     )
-    got = means.scaled(-2)
-    assert terms(got.loss) == [(1, -12, -6), (0.5, -8, -4)]
-    hits = got.metrics["hits"]
-    assert isinstance(hits, Mean)
-    assert (float(hits.total), hits.count) == (-2, -8)
-    assert (means + means.scaled(-1)).compute()["hits"] == 0
-    assert not (means + means.scaled(-1)).counted()
+    kept = one.where(jnp.asarray(True))
+    assert (kept + nothing).compute() == one.compute()
 
 
 def test_the_seed_of_a_total_is_its_weight_by_its_global_count():

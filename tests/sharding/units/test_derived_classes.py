@@ -87,7 +87,7 @@ def test_a_unit_a_stack_and_a_parallel_layer_make_no_new_kind_of_module(cls):
     make_stack = lambda: jshard.Stack(cls, 2, rngs=nnx.Rngs(0))
     assert isinstance(nnx.eval_shape(make_stack), cls)
     root = Root(filled(lambda: cls(nnx.Rngs(0))))
-    make_parallel(root, [("layer",)])
+    make_parallel(root, {("layer",): jshard.nn.Split()})
     assert isinstance(root.layer, cls)
     assert made == MADE
 

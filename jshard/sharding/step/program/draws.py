@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from jshard.sharding.settings.mesh import manual_axes, shared_axes
 from jshard.sharding.settings.scopes import TENSOR_PARALLEL
@@ -25,10 +26,13 @@ from jshard.system.errors import UserError
 _DRAWS = ("random_bits", "random_gamma")
 
 
-def with_rngs(fn: Callable, batch: Any, seed: int, step: jax.Array) -> tuple:
+def with_rngs(
+    fn: Callable, batch: Any, specs: Any, seed: int, step: jax.Array
+) -> tuple:
     """Returns ``fn(model, batch)``, and a batch for it, with ``rngs`` if it takes them.
 
-    These are new in each step, and their keys are those of ``key_of_examples``.
+    These are new in each step, and their keys are those of ``key_of_examples``. The
+    third result is the specs of that batch.
 
     Raises:
       UserError: ``fn`` cannot be called so.
@@ -45,7 +49,7 @@ def with_rngs(fn: Callable, batch: Any, seed: int, step: jax.Array) -> tuple:
     except ValueError:  # the signature is not known
         pass
     if not given:
-        return fn, batch
+        return fn, batch, specs
 
     def run(model: Any, batch_and_key: tuple[Any, jax.Array]) -> Any:
         batch, key = batch_and_key
@@ -53,7 +57,7 @@ def with_rngs(fn: Callable, batch: Any, seed: int, step: jax.Array) -> tuple:
         return fn(model, batch, rngs=nnx.Rngs(key))
 
     key = jax.random.fold_in(jax.random.key(seed, impl=THREEFRY), step)
-    return run, (batch, key)
+    return run, (batch, key), (specs, PartitionSpec())
 
 
 def _takes_rngs(fn: Callable) -> bool:

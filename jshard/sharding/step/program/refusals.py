@@ -12,12 +12,14 @@ from jax.extend import core
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.pipeline import call as pipe
 from jshard.sharding.settings.loss import Mean
-from jshard.sharding.settings.mesh import manual_axes
+from jshard.sharding.settings.mesh import FSDP, PIPE, REPLICA, manual_axes
 from jshard.sharding.settings.policy import INPUTS, Names, Offload, Policy
+from jshard.sharding.settings.scopes import COUNTED, EXCHANGE_TOKENS, LOOK_UP
 from jshard.sharding.settings.state import ModelArrays
 from jshard.sharding.units.dataflow import dependencies, union
 from jshard.system.compat import jaxprs
-from jshard.system.compat.jaxprs import axes_of, open_inner
+from jshard.system.compat.jaxprs import axes_of, open_inner, scopes_of
+from jshard.system.compat.programs import lines
 from jshard.system.errors import UserError
 
 
@@ -120,6 +122,43 @@ def check_keys(jaxpr: core.Jaxpr, arrays: ModelArrays) -> None:
 
     bits = [0] * len(jax.tree.leaves(arrays[0])) + bits
     dependencies(jaxpr, bits + [0] * (len(jaxpr.invars) - len(bits)), rule)
+
+
+_APART = (COUNTED, EXCHANGE_TOKENS, LOOK_UP)  # each example's results are its own
+
+
+def check_apart(jaxpr: core.Jaxpr, batch: Any) -> None:
+    """Checks that what a device computes depends on no other device's examples.
+
+    Arguments are as of ``once_checked``. Devices that share the tokens or features of
+    an example are one here.
+
+    Raises:
+      UserError: examples of several devices are combined, but by ``jshard.pmean``.
+    """
+    number = len(jax.tree.leaves(batch))
+    bits = [0] * (len(jaxpr.invars) - number)
+    bits += [int(np.ndim(x) > 0) for x in jax.tree.leaves(batch)]
+    outputs = [True] * len(jaxpr.outvars)
+    jaxpr, used = jaxprs.needed_for(jaxpr, outputs, effects=False)
+
+    def rule(eqn: Any, entering: list[int]) -> list[int] | None:
+        name = eqn.primitive.name
+        if name == "optimization_barrier":
+            return entering
+        if name not in jaxprs.COLLECTIVES or not any(entering):
+            return None
+        apart = any(scope in scopes_of(eqn) for scope in _APART)
+        if not apart and {REPLICA, FSDP, PIPE} & {*axes_of(eqn)}:
+            raise UserError(
+                f"{lines.line_of(eqn, jaxpr.eqns)}: {name} combines the examples of "
+                "several devices, and the last examples of an evaluation are fewer "
+                "than the devices, which copies would fill up; evaluate a multiple of "
+                "them, or use jshard.pmean, which leaves copies out"
+            )
+        return None
+
+    dependencies(jaxpr, [x for x, yes in zip(bits, used, strict=True) if yes], rule)
 
 
 # Primitives that only change the form of a number.

@@ -189,10 +189,9 @@ def differing(
             beside_tokens = final and BESIDE_TOKENS in scopes_of(eqn)
             if beside_tokens and not union(entering) & own:
                 raise UserError(
-                    f"tensor_parallel: fn is given {eqn.invars[0].aval}, which begins "
-                    "like its tokens, but is the same on all devices; if it is not of "
-                    "tokens, let fn close over it, so that it stays whole; if it is, "
-                    "make it in fn from the shape of the tokens there"
+                    f"tensor_parallel: tokens= names {eqn.invars[0].aval}, which is "
+                    "the same on all devices, as no part of a sequence is; leave its "
+                    "name out, or make it in fn from the shape of the tokens there"
                 )
             if equals and not groups_of(eqn):
                 return [x & ~own for x in entering]
