@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jshard.data.text import token_writer
 from jshard.data.text.corpus import UNFINISHED
 from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.tokenizer import load_tokenizer
@@ -55,9 +57,28 @@ def run(*words, **options) -> subprocess.Popen[str]:
     )
 
 
-def test_token_files_hold_what_text_holds(corpus, tokenizer, tmp_path, capsys):
+def in_threads(monkeypatch):
+    """Lets threads do what processes do, each of which imports for seconds."""
+    made = []
+
+    def pool(workers: int, *_) -> ThreadPoolExecutor:
+        made.append(workers)
+        return ThreadPoolExecutor(workers)
+
+    monkeypatch.setattr(token_writer, "ProcessPoolExecutor", pool)
+    return made
+
+
+@pytest.mark.parametrize(
+    "processes", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_token_files_hold_what_text_holds(
+    processes, corpus, tokenizer, tmp_path, capsys, monkeypatch
+):
+    made = [2] if processes else in_threads(monkeypatch)
     output = tmp_path / "tokens"
     write_token_files([corpus], tokenizer, output, workers=2, part_bytes=5000)
+    assert made == [2]
     printed = capsys.readouterr().out
     assert "tokenized 0.0 MB in " in printed
     assert " MB/s; " in printed

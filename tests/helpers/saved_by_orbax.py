@@ -1,5 +1,6 @@
 """A model that Flax trains, and Orbax saves, without jshard."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def save(folder: Path, tree: Any) -> None:
 def make_fsdp(devices: int = 8) -> jshard.FSDP:
     mesh = jshard.make_mesh(devices=jax.devices()[:devices])
     return jshard.FSDP(mesh, POLICY, units=(nnx.Linear,))
+
+
+@functools.cache
+def wanted() -> tuple[jshard.FSDP, jshard.TrainState]:
+    """An FSDP on eight devices, and its abstract state; in float64."""
+    fsdp = make_fsdp()
+    return fsdp, fsdp.abstract_state(Model, TX)
 
 
 def manager(folder: Path, tree: Any) -> None:

@@ -216,8 +216,8 @@ class Small(nnx.Module):
 def waves(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
     """Initial values that compile in no time."""
     del key
-    return jnp.asarray(
-        np.sin(np.arange(shape[0] * shape[1]) ** 2).reshape(shape), dtype
+    return jax.device_put(
+        np.asarray(np.sin(np.arange(shape[0] * shape[1]) ** 2).reshape(shape), dtype)
     )
 
 
@@ -232,7 +232,7 @@ def make(name: str, objective: preference.Objective, rngs: nnx.Rngs) -> Any:
         if hasattr(linear, "lora_b"):  # so that the reference is another
             shape = linear.lora_b.get_value().shape
             values = 0.1 * np.random.default_rng(1).normal(size=shape)
-            linear.lora_b.set_value(jnp.asarray(values))
+            linear.lora_b.set_value(jax.device_put(values))
     model.objective = objective
     return model
 

@@ -31,8 +31,8 @@ class Layer(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         del rngs
-        self.matrix = nnx.Param(jnp.asarray(np.sin(np.arange(128.0)).reshape(8, 16)))
-        self.vector = nnx.Param(jnp.asarray(np.linspace(-1.0, 1.0, 8)))
+        self.matrix = nnx.Param(jax.device_put(np.sin(np.arange(128.0)).reshape(8, 16)))
+        self.vector = nnx.Param(jax.device_put(np.linspace(-1.0, 1.0, 8)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ self.matrix[...])

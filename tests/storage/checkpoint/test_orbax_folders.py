@@ -29,6 +29,7 @@ from saved_by_orbax import (
     make_fsdp,
     manager,
     save,
+    wanted,
 )
 
 NO_UNITS = "ignore:100% of the parameters"
@@ -51,11 +52,11 @@ def plain(tmp_path_factory):
         model = filled(lambda: Model(nnx.Rngs(0)))
         optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
         for x in BATCHES[:3]:
-            plain_step(model, optimizer, jnp.asarray(x))
+            plain_step(model, optimizer, x)
         folder = tmp_path_factory.mktemp("plain") / "both"
         save(folder, nnx.state((model, optimizer)))
-        saved = jax.tree.map(jnp.array, nnx.state((model, optimizer)))
-        losses = [plain_step(model, optimizer, jnp.asarray(x)) for x in BATCHES[3:]]
+        saved = jax.tree.map(lambda x: x, nnx.state((model, optimizer)))
+        losses = [plain_step(model, optimizer, x) for x in BATCHES[3:]]
         nnx.update((model, optimizer), saved)
     return model, optimizer, folder, [float(x) for x in losses]
 
@@ -180,7 +181,7 @@ def trees(model: Any, optimizer: Any) -> dict[str, tuple[Any, bool]]:
     params = nnx.state(model, nnx.Param)
     statistics = nnx.state(model, nnx.BatchStat)
     opt_state = nnx.state(optimizer, nnx.optimizer.OptState)["opt_state"]
-    like = jax.tree.structure(TX.init(params))
+    like = jax.tree.structure(jax.eval_shape(TX.init, params))
     of_optax = jax.tree.unflatten(like, jax.tree.leaves(opt_state))
     return {
         "nnx.state": (nnx.state(model), False),
@@ -223,8 +224,7 @@ def test_every_form_is_read_bit_for_bit_as_orbax_does(
     model, optimizer, *_ = plain
     saved, has_optimizer = trees(model, optimizer)[tree]
     WRITERS[writer](tmp_path / "saved", saved)
-    fsdp = make_fsdp()
-    abstract = fsdp.abstract_state(Model, TX)
+    fsdp, abstract = wanted()
     found = match(open_orbax(tmp_path / "saved"), abstract, optimizer=has_optimizer)
     arrays = metadata.replace_arrays(abstract, found.load(abstract))
     state = nnx.state(model)
