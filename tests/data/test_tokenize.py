@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -197,6 +198,11 @@ def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
         (["nosuch.jsonl"], "nosuch.jsonl: no such file or folder"),
         (["{corpus}", "--tokenizer={corpus}"], "no tokenizer.json here"),
         (["{corpus}", "--text_key=body"], "'body' is not there, not a text; set"),
+        pytest.param(
+            ["{corpus}", "--text_key=body", "--workers=2"],
+            "'body' is not there, not a text; set",
+            marks=pytest.mark.slow,  # by default, below, an error's way from a process
+        ),
         (["{corpus}", "--workers=0"], "must be a whole number, at least 1"),
         (["{bin}"], "holds tokens already"),
         (["{empty}"], "has no text"),
@@ -220,6 +226,8 @@ def test_bad_input_is_one_line_and_exit_2(
     words = [word.format_map(named) for word in words]
     if not any("--tokenizer" in word for word in words):
         words.append(f"--tokenizer={tokenizer}")
+    if not any("--workers" in word for word in words):
+        words.append("--workers=1")  # more are processes, that import for seconds
     argv = ["jshard-tokenize", *words, f"--output={tmp_path / 'tokens'}"]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as exit:
@@ -229,6 +237,11 @@ def test_bad_input_is_one_line_and_exit_2(
     assert line.startswith("jshard: error: ")
     assert message in line
     assert not list(tmp_path.glob("tokens/*.bin"))
+
+
+def test_an_error_comes_from_a_process_as_it_was():
+    error = pickle.loads(pickle.dumps(UserError("a.jsonl: not valid")))
+    assert (type(error), str(error)) == (UserError, "a.jsonl: not valid")
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ def make() -> Any:
 
 def inputs() -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(1)
-    return jax.device_put(rng.normal(size=(4, 6))), jax.device_put([6, 0, 3, 3])
+    return jax.device_put(rng.normal(size=(4, 6))), jax.device_put(
+        np.asarray([6, 0, 3, 3])
+    )
 
 
 def defined(layer: Any, options: dict[str, Any], x: jax.Array, ids: Any) -> jax.Array:

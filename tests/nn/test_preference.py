@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jshard
+from filled import filled
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.preference import DPO_KINDS, Answers, dpo, orpo, sum_of_answers
 from jshard.recipes import preference
@@ -224,8 +225,12 @@ def waves(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
 MODELS: dict[str, Any] = {"small": Small, "llama": Llama}
 
 
+def base_of(name: str) -> Any:
+    return filled(lambda: MODELS[name](MODEL, rngs=nnx.Rngs(0)))
+
+
 def make(name: str, objective: preference.Objective, rngs: nnx.Rngs) -> Any:
-    model: Any = MODELS[name](MODEL, rngs=rngs)
+    model: Any = base_of(name)
     jshard.nn.add_lora(model, rank=2, alpha=8.0, param_dtype=jnp.float64, rngs=rngs)
     linear: Any
     for _, linear in nnx.iter_modules(model):
@@ -280,7 +285,7 @@ def plain_loss(objective: preference.Objective, model: Any, base: Any) -> jax.Ar
 def plain_step(name: str, objective: preference.Objective) -> tuple[jax.Array, Any]:
     """The loss, and the adapters after a step of gradient descent."""
     model = make(name, objective, nnx.Rngs(0))
-    base = MODELS[name](MODEL, rngs=nnx.Rngs(0))
+    base = base_of(name)
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
 
     @jax.jit

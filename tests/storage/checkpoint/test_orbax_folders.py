@@ -264,7 +264,7 @@ def test_every_optimizers_tree_is_read_as_flax_and_orbax_flatten_it(
 ):
     model, tx = plain[0], OPTIMIZERS[name]
     draw = np.random.default_rng(2)
-    random = lambda x: jnp.asarray(9 * draw.random(x.shape)).astype(x.dtype)
+    random = lambda x: np.asarray(9 * draw.random(x.shape), x.dtype)
     opt = jax.tree.map(random, nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)))
     save(tmp_path / "saved", {"model": nnx.state(model), "optimizer": opt})
     fsdp = make_fsdp()
