@@ -15,6 +15,7 @@ from drawn_configs import FAMILIES, INERT, SIZE, B, T, V, config_json
 from flax import nnx
 
 import jshard
+from filled import filled
 from foreign_weights import load, randomize, read_tensors
 
 
@@ -78,7 +79,7 @@ def our_logits(family: str, content: dict[str, Any], folder: Path) -> np.ndarray
     """
     drawn, batch = FAMILIES[family], batch_of(family, content)
     keys = read(family, content)
-    model = drawn.model(drawn.config(**keys), rngs=nnx.Rngs(0))
+    model = filled(lambda: drawn.model(drawn.config(**keys), rngs=nnx.Rngs(0)))
     model.eval()
     files = {
         name: array

@@ -270,7 +270,7 @@ def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normali
         normalized_experts=normalized,
         param_dtype=jnp.float64,
     )
-    moe = MixtureOfExperts(config, rngs=nnx.Rngs(0))
+    moe = filled(lambda: MixtureOfExperts(config, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     x_BTD = jax.device_put(rng.standard_normal((3, 7, D)))
     out_BTD = jax.device_put(rng.standard_normal((3, 7, D)))
