@@ -20,7 +20,7 @@ from jshard.testing import check_step
 def drawn(key, shape, dtype, out_sharding=None):
     """Initial values by NumPy: JAX would compile programs to draw them."""
     values = np.random.default_rng(shape).normal(size=shape) / np.sqrt(shape[-2])
-    return jnp.asarray(values, dtype)
+    return jax.device_put(np.asarray(values, dtype))
 
 
 class Block(nnx.Module):

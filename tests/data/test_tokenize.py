@@ -2,17 +2,20 @@
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jshard.data.text import token_writer
 from jshard.data.text.corpus import UNFINISHED
 from jshard.data.text.token_writer import write_token_files
 from jshard.data.tokenizers.tokenizer import load_tokenizer
@@ -55,9 +58,28 @@ def run(*words, **options) -> subprocess.Popen[str]:
     )
 
 
-def test_token_files_hold_what_text_holds(corpus, tokenizer, tmp_path, capsys):
+def in_threads(monkeypatch):
+    """Lets threads do what processes do, each of which imports for seconds."""
+    made = []
+
+    def pool(workers: int, *_) -> ThreadPoolExecutor:
+        made.append(workers)
+        return ThreadPoolExecutor(workers)
+
+    monkeypatch.setattr(token_writer, "ProcessPoolExecutor", pool)
+    return made
+
+
+@pytest.mark.parametrize(
+    "processes", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_token_files_hold_what_text_holds(
+    processes, corpus, tokenizer, tmp_path, capsys, monkeypatch
+):
+    made = [2] if processes else in_threads(monkeypatch)
     output = tmp_path / "tokens"
     write_token_files([corpus], tokenizer, output, workers=2, part_bytes=5000)
+    assert made == [2]
     printed = capsys.readouterr().out
     assert "tokenized 0.0 MB in " in printed
     assert " MB/s; " in printed
@@ -176,6 +198,11 @@ def test_killed_commands_end_with_the_same_bytes(tokenizer, tmp_path):
         (["nosuch.jsonl"], "nosuch.jsonl: no such file or folder"),
         (["{corpus}", "--tokenizer={corpus}"], "no tokenizer.json here"),
         (["{corpus}", "--text_key=body"], "'body' is not there, not a text; set"),
+        pytest.param(
+            ["{corpus}", "--text_key=body", "--workers=2"],
+            "'body' is not there, not a text; set",
+            marks=pytest.mark.slow,  # by default, below, an error's way from a process
+        ),
         (["{corpus}", "--workers=0"], "must be a whole number, at least 1"),
         (["{bin}"], "holds tokens already"),
         (["{empty}"], "has no text"),
@@ -199,6 +226,8 @@ def test_bad_input_is_one_line_and_exit_2(
     words = [word.format_map(named) for word in words]
     if not any("--tokenizer" in word for word in words):
         words.append(f"--tokenizer={tokenizer}")
+    if not any("--workers" in word for word in words):
+        words.append("--workers=1")  # more are processes, that import for seconds
     argv = ["jshard-tokenize", *words, f"--output={tmp_path / 'tokens'}"]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as exit:
@@ -208,6 +237,11 @@ def test_bad_input_is_one_line_and_exit_2(
     assert line.startswith("jshard: error: ")
     assert message in line
     assert not list(tmp_path.glob("tokens/*.bin"))
+
+
+def test_an_error_comes_from_a_process_as_it_was():
+    error = pickle.loads(pickle.dumps(UserError("a.jsonl: not valid")))
+    assert (type(error), str(error)) == (UserError, "a.jsonl: not valid")
 
 
 @pytest.mark.slow

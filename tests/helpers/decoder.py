@@ -311,4 +311,6 @@ def bytes_in(kind: str | None, tree: Any) -> int:
 def values_like(tree: Any, seed: int = 0) -> Any:
     """Random float32 in the shapes of ``tree``."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), "f4"), tree)
+    return jax.tree.map(
+        lambda x: jax.device_put(np.asarray(rng.normal(size=x.shape), "f4")), tree
+    )

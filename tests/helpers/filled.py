@@ -17,7 +17,8 @@ def filled(
 ) -> Any:
     """Makes a model whose parameters are all random: scales around 1, others around 0.
 
-    Its streams of random numbers have keys of their own; what else it has is 0.
+    Its streams of random numbers have keys of their own; what else it has is 0. Arrays
+    are NumPy's: of JAX's, each shape would compile a slice for the shards.
 
     Args:
       make: makes the model.
@@ -30,10 +31,10 @@ def filled(
         like = variable.get_value()
         if isinstance(variable, kinds):
             values = (path[-1] == "scale") + spread * rng.standard_normal(like.shape)
-            variable.set_value(jnp.asarray(values.astype(like.dtype)))
+            variable.set_value(np.asarray(values, like.dtype))
         elif jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             data = rng.integers(2**32, size=(*like.shape, 2), dtype=np.uint32)
-            variable.set_value(jax.random.wrap_key_data(jnp.asarray(data)))
+            variable.set_value(jax.random.wrap_key_data(jax.device_put(data)))
         else:
-            variable.set_value(jnp.asarray(np.zeros(like.shape, like.dtype)))
+            variable.set_value(np.zeros(like.shape, like.dtype))
     return model

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -60,7 +59,7 @@ def load(
         else:
             array = arrays.pop(name)
         assert array.shape == value.shape, name
-        variable.set_value(jnp.asarray(array, value.dtype))
+        variable.set_value(jax.device_put(np.asarray(array, value.dtype)))
     assert not arrays
     return model
 

@@ -25,31 +25,18 @@ Who has a token in hub.granted can write; ``hub.files("org/tiny")`` is what ther
 """
 
 import base64
-import contextlib
 import hashlib
 import json
-import re
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, unquote
 
-_NAME = r"(?P<name>[^/]+/[^/]+)"
-_API = re.compile(
-    rf"/api/(?P<kind>models|datasets)/{_NAME}"
-    r"(?:/(?P<what>refs|revision|tree|paths-info|preupload|commit)(?:/(?P<revision>[^/]+))?"
-    r"(?:/(?P<path>.+))?)?"
-)
-_SEARCH = re.compile(r"/api/(?P<kind>models|datasets)")
-_FILE = re.compile(
-    rf"/(?P<kind>datasets/)?{_NAME}/resolve/(?P<revision>[^/]+)/(?P<path>.+)"
-)
+from hub_server import Handler, Refusal, Server, cut, etag
 
 
 @dataclass
@@ -68,10 +55,6 @@ class _Fault:
     status: int = 0
     after: int = 0
     leaves: bool = False
-
-
-class _Refusal(Exception):
-    """An answer of the hub that is an error: a status, its code and message."""
 
 
 class LoopbackHub:
@@ -99,7 +82,7 @@ class LoopbackHub:
         self._faults: list[_Fault] = []
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._server = _Server(("127.0.0.1", port), _Handler)
+        self._server = Server(("127.0.0.1", port), Handler)
         self._server.hub = self
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -180,7 +163,7 @@ class LoopbackHub:
         self._server.shutdown()
         self._server.server_close()
         for connection in list(self._open):
-            _cut(connection)
+            cut(connection)
 
     def __enter__(self) -> Self:
         return self
@@ -207,17 +190,17 @@ class LoopbackHub:
 
     def _find(self, kind: str, name: str, token: str) -> _Repository:
         if token and token not in self.known | self.granted:
-            raise _Refusal(401, "", "Invalid credentials in Authorization header")
+            raise Refusal(401, "", "Invalid credentials in Authorization header")
         if (found := self._repositories.get((kind, name))) is None:
             status = 404 if token else 401  # as the hub does, which may hide it
-            raise _Refusal(status, "RepoNotFound", "Repository not found")
+            raise Refusal(status, "RepoNotFound", "Repository not found")
         return found
 
     def _commit(self, repository: _Repository, revision: str) -> str:
         known = repository.branches | repository.tags
         commit = known.get(revision, revision)
         if commit not in repository.commits:
-            raise _Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit
 
     def _answer(self, found: Mapping[str, Any], token: str) -> Any:
@@ -226,7 +209,7 @@ class LoopbackHub:
         repository = self._find(kind, name, token)
         what, path = found["what"], found["path"]
         if what in ("preupload", "commit") and token not in self.granted:
-            raise _Refusal(403, "", "Forbidden: you need write access")
+            raise Refusal(403, "", "Forbidden: you need write access")
         if what == "preupload":
             self._commit(repository, unquote(found["revision"]))
             return {"files": [
@@ -274,7 +257,7 @@ class LoopbackHub:
         if (kind, name) in self._repositories:
             return 409, {"error": "You already created this repo", "url": url}
         if token not in self.granted:
-            raise _Refusal(403, "", "Forbidden: you may not create repositories")
+            raise Refusal(403, "", "Forbidden: you may not create repositories")
         self.add(name, {".gitattributes": ""}, kind=kind)
         if asked.get("private") or asked.get("visibility") == "private":
             self.private.add(name)
@@ -316,10 +299,10 @@ class LoopbackHub:
         repository = self._find(kind, name, token)
         if name in self.gated and token not in self.granted:
             say = f"Access to {kind[:-1]} {name} is restricted."
-            raise _Refusal(403 if token else 401, "GatedRepo", say)
+            raise Refusal(403 if token else 401, "GatedRepo", say)
         commit = self._commit(repository, revision)
         if path not in (files := repository.commits[commit]):
-            raise _Refusal(404, "EntryNotFound", "Entry not found", commit)
+            raise Refusal(404, "EntryNotFound", "Entry not found", commit)
         return commit, files[path]
 
 
@@ -344,142 +327,11 @@ def _tree(files: Mapping[str, bytes], folder: str, recursive: bool) -> list[Any]
             oid = hashlib.sha1(inner.encode()).hexdigest()
             entries[inner] = {"type": "directory", "path": inner, "oid": oid, "size": 0}
         if recursive or not folders:
-            oid, size = _etag(content), len(content)
+            oid, size = etag(content), len(content)
             entries[path] = {"type": "file", "path": path, "oid": oid, "size": size}
     if folder and not entries:
-        raise _Refusal(404, "EntryNotFound", f"{folder} does not exist")
+        raise Refusal(404, "EntryNotFound", f"{folder} does not exist")
     return list(entries.values())
-
-
-def _etag(content: bytes) -> str:
-    return hashlib.sha1(content).hexdigest()
-
-
-def _cut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the client was first
-        connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    hub: LoopbackHub
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed is no error of the server's."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    @property
-    def _hub(self) -> LoopbackHub:
-        assert isinstance(self.server, _Server)
-        return self.server.hub
-
-    def setup(self) -> None:
-        super().setup()
-        self._hub._open.add(self.connection)
-
-    def finish(self) -> None:
-        self._hub._open.discard(self.connection)
-        super().finish()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self._serve()
-
-    def do_HEAD(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
-
-    def _serve(self) -> None:
-        hub, url = self._hub, urlsplit(self.path)
-        hub._note(self.command, url.path, self.headers.get("Range"))
-        length = int(self.headers.get("Content-Length") or 0)
-        posted = self.rfile.read(length)
-        if fault := hub._fault(url.path, body=False):
-            self._send(fault.status, b"", {})
-            return
-        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        query = parse_qs(url.query)
-        try:
-            if found := _FILE.fullmatch(url.path):
-                kind = "datasets" if found["kind"] else "models"
-                revision, path = unquote(found["revision"]), unquote(found["path"])
-                commit, content = hub._file(kind, found["name"], revision, path, token)
-                self._send_file(commit, content)
-            elif found := _API.fullmatch(url.path):
-                fields: dict[str, Any] = found.groupdict()
-                fields["path"] = unquote(fields["path"] or "")
-                fields["recursive"] = query.get("recursive", [""])[0].lower() == "true"
-                fields["posted"] = posted
-                self._send_json(hub._answer(fields, token))
-            elif url.path == "/api/repos/create":
-                status, answer = hub._create(posted, token)
-                self._send_json(answer, status)
-            elif found := _SEARCH.fullmatch(url.path):
-                self._send_json(hub._search(found["kind"], query))
-            else:
-                raise _Refusal(404, "", "no such address on the loopback hub")
-        except _Refusal as refusal:
-            status, code, message, *commit = refusal.args
-            headers = {"X-Error-Code": code} if code else {}
-            headers |= {"X-Error-Message": message}
-            headers |= {"X-Repo-Commit": commit[0]} if commit else {}
-            self._send(status, json.dumps({"error": message}).encode(), headers)
-
-    def _send_json(self, value: Any, status: int = 200) -> None:
-        headers = {"Content-Type": "application/json"}
-        self._send(status, json.dumps(value).encode(), headers)
-
-    def _send_file(self, commit: str, content: bytes) -> None:
-        headers = {
-            "X-Repo-Commit": commit,
-            "ETag": f'"{_etag(content)}"',
-            "X-Linked-ETag": f'"{_etag(content)}"',
-            "X-Linked-Size": str(len(content)),
-            "Accept-Ranges": "bytes",
-        }
-        status, first, size = 200, 0, len(content)
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
-            first = int(match[1])
-            end = min(int(match[2]) + 1 if match[2] else size, size)
-            if first >= size:
-                headers |= {"Content-Range": f"bytes */{size}"}
-                self._send(416, b"", headers)
-                return
-            status, content = 206, content[first:end]
-            headers |= {"Content-Range": f"bytes {first}-{end - 1}/{size}"}
-        self._send(status, content, headers)
-
-    def _send(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        hub, path = self._hub, urlsplit(self.path).path
-        fault = hub._fault(path, body=True) if status in (200, 206) else None
-        self._write(content[: fault.after] if fault else content, hub.rate)
-        if fault:
-            self.close_connection = True
-            self.wfile.flush()
-            if fault.leaves:
-                threading.Thread(target=hub.close, daemon=True).start()
-            _cut(self.connection)
-
-    def _write(self, content: bytes, rate: float) -> None:
-        part = max(1, int(rate / 20)) if rate else max(1, len(content))
-        for start in range(0, len(content), part):
-            self.wfile.write(content[start : start + part])
-            if rate:
-                time.sleep(part / rate)
 
 
 def _paths(posted: bytes) -> list[str]:

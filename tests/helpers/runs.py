@@ -81,7 +81,7 @@ def compare(got: Any, want: Any, bound: float = 1e-9) -> None:
 
 def call(model: Any, *, inside: bool) -> Any:
     """Runs a model once, inside a mesh or outside of one."""
-    return run(model) if inside else model(nnx.Rngs(0))(example())
+    return run(model) if inside else filled(lambda: model(nnx.Rngs(0)))(example())
 
 
 @functools.cache

@@ -77,7 +77,9 @@ def made() -> Model:
     """The model with values by NumPy: to compile JAX's random numbers takes long."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))))
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3), params)
+    params = jax.tree.map(
+        lambda x: jax.device_put(rng.normal(size=x.shape) / 3), params
+    )
     return nnx.merge(graphdef, params)
 
 

@@ -37,7 +37,7 @@ def make_stack(layer: Any, rngs: nnx.Rngs) -> Any:
 
 def example(dtype: Any = float) -> jax.Array:
     values = np.random.default_rng(0).normal(size=(EXAMPLES, WIDTH))
-    return jnp.asarray(values, dtype)
+    return jax.device_put(np.asarray(values, dtype))
 
 
 class Counting(nnx.Variable):

@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from drawn_configs import FAMILIES, config_json, read
+from drawn_configs import FAMILIES, config_json
+from drawn_logits import read
 
 import jshard
 

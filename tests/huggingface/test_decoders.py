@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from tiny_transformers import WARNINGS, V, logits_of, random_decoder
 
+from filled import filled
 from foreign_weights import check_logits, load, read_tensors, write_again
 from jshard.models import gpt_huggingface, llama_huggingface
 from jshard.models.gpt import GPT, GPTConfig
@@ -175,9 +176,9 @@ def their_logits(transformers: Any, folder: Path, tokens: np.ndarray) -> np.ndar
 def our_model(folder: Path, case: str) -> Any:
     keys = the_map(case).read_config(json.loads((folder / "config.json").read_text()))
     if case == "gpt2":
-        model = GPT(GPTConfig(**keys), rngs=nnx.Rngs(0))
+        model = filled(lambda: GPT(GPTConfig(**keys), rngs=nnx.Rngs(0)))
     else:
-        model = Llama(LlamaConfig(**keys), rngs=nnx.Rngs(0))
+        model = filled(lambda: Llama(LlamaConfig(**keys), rngs=nnx.Rngs(0)))
     return load(model, read_tensors(folder), the_map(case).tensors(keys))
 
 

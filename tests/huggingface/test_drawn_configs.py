@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawn_configs import FAMILIES, INERT, check_same
+from drawn_configs import FAMILIES, INERT
+from drawn_logits import check_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_transformers import MARKS

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from tiny_transformers import MARKS, V, logits_of, random_decoder
 
+from filled import filled
 from foreign_weights import load, read_tensors
 from jshard.models import llama_huggingface
 from jshard.models.llama import Llama, LlamaConfig
@@ -44,7 +45,7 @@ def test_logits_of_mxfp4_are_those_of_transformers(transformers, tmp_path):
     )
     tokens = rng.integers(0, V, (2, 12))
     want = logits_of(theirs.float(), tokens)
-    model = Llama(LlamaConfig(**keys), rngs=nnx.Rngs(0))
+    model = filled(lambda: Llama(LlamaConfig(**keys), rngs=nnx.Rngs(0)))
     load(model, plain, llama_huggingface.tensors(keys))
     with jax.default_matmul_precision("highest"):
         got = nnx.jit(lambda model, tokens: model(tokens))(model, tokens)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from foreign_weights import check_logits, load, randomize, read_tensors, write_again
 from jshard.inference.generation import Generator, Sampling
 from jshard.models import t5_huggingface
@@ -91,7 +92,7 @@ def their_logits(transformers: Any, folder: Path, batch: dict[str, Any]) -> np.n
 def our_model(folder: Path) -> Any:
     content = json.loads((folder / "config.json").read_text())
     keys = t5_huggingface.read_config(content)
-    model = T5(T5Config(**keys), rngs=nnx.Rngs(0))
+    model = filled(lambda: T5(T5Config(**keys), rngs=nnx.Rngs(0)))
     return load(model, read_tensors(folder), t5_huggingface.tensors(keys))
 
 

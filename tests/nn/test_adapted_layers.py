@@ -77,17 +77,19 @@ def make() -> Any:
     model: Any = nnx.eval_shape(_abstract)
     rng = np.random.default_rng(0)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        variable.set_value(jnp.asarray(rng.normal(size=variable.get_value().shape)))
+        variable.set_value(jax.device_put(rng.normal(size=variable.get_value().shape)))
     for variable in (model.dora.kernel, model.dora.lora_b):
         values = np.array(variable[...])
         values[:, 2] = 0  # as padding
-        variable.set_value(jnp.asarray(values))
+        variable.set_value(jax.device_put(values))
     return model
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(1)
-    return jnp.asarray(rng.normal(size=(4, 6))), jnp.asarray([6, 0, 3, 3])
+    return jax.device_put(rng.normal(size=(4, 6))), jax.device_put(
+        np.asarray([6, 0, 3, 3])
+    )
 
 
 def defined(layer: Any, options: dict[str, Any], x: jax.Array, ids: Any) -> jax.Array:

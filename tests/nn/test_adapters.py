@@ -29,8 +29,8 @@ OPTIONS: dict[str, Any] = {"param_dtype": float}
 def waves(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Initial values that compile in no time."""
     del key
-    return jnp.asarray(
-        np.sin(np.arange(math.prod(shape)) ** 2).reshape(shape) / 4, dtype
+    return jax.device_put(
+        np.asarray(np.sin(np.arange(math.prod(shape)) ** 2).reshape(shape) / 4, dtype)
     )
 
 

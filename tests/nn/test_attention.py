@@ -161,7 +161,8 @@ def test_attention_is_softmax_of_scaled_scores_times_values(implementation):
     weights /= weights.sum(-1, keepdims=True)
     want = np.einsum("bnts,bsnh->btnh", weights, v4)
     got = jshard.nn.dot_product_attention(
-        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), implementation=implementation
+        *(jax.device_put(np.asarray(x, jnp.float32)) for x in (q, k, v)),
+        implementation=implementation,
     )
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 

@@ -86,7 +86,7 @@ def arrays(shapes: tuple[int, ...]) -> list[jax.Array]:
     B, T, S, N, K, H = shapes
     rng = np.random.default_rng(0)
     sizes = ((B, T, N, H), (B, S, K, H), (B, S, K, H))
-    return [jnp.asarray(rng.standard_normal(size)) for size in sizes]
+    return [jax.device_put(rng.standard_normal(size)) for size in sizes]
 
 
 def compare(
@@ -207,8 +207,8 @@ def test_sinks_have_a_part_of_each_heads_weights(x64, kernel, monkeypatch):
     monkeypatch.setattr(blockwise_attention, "SCORES", 1)
     rng = np.random.default_rng(0)
     T, shapes = 70, (4, 2, 2)  # two blocks
-    inputs = [jnp.asarray(rng.standard_normal((2, T, n, 4))) for n in shapes]
-    inputs.append(jnp.asarray(rng.standard_normal(4)))
+    inputs = [jax.device_put(rng.standard_normal((2, T, n, 4))) for n in shapes]
+    inputs.append(jax.device_put(rng.standard_normal(4)))
     out = rng.standard_normal((2, T, 4, 4))
     ids = np.sort(rng.integers(0, 3, (2, T)), axis=1)
     options: dict[str, Any] = {"is_causal": True, "window": 9, "segment_ids_BT": ids}

@@ -80,10 +80,14 @@ def arguments(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
     return (
-        jnp.asarray(rng.standard_normal((*shape, D)), dtype),
-        jnp.asarray(rng.standard_normal((D, V)), dtype),
-        jnp.asarray(rng.integers(0, V, shape)),
-        jnp.asarray(WEIGHTS[weights](rng, shape), jnp.promote_types(dtype, "float32")),
+        jax.device_put(np.asarray(rng.standard_normal((*shape, D)), dtype)),
+        jax.device_put(np.asarray(rng.standard_normal((D, V)), dtype)),
+        jax.device_put(rng.integers(0, V, shape)),
+        jax.device_put(
+            np.asarray(
+                WEIGHTS[weights](rng, shape), jnp.promote_types(dtype, "float32")
+            )
+        ),
     )
 
 

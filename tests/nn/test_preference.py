@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jshard
+from filled import filled
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.nn.preference import DPO_KINDS, Answers, dpo, orpo, sum_of_answers
 from jshard.recipes import preference
@@ -216,23 +217,27 @@ class Small(nnx.Module):
 def waves(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
     """Initial values that compile in no time."""
     del key
-    return jnp.asarray(
-        np.sin(np.arange(shape[0] * shape[1]) ** 2).reshape(shape), dtype
+    return jax.device_put(
+        np.asarray(np.sin(np.arange(shape[0] * shape[1]) ** 2).reshape(shape), dtype)
     )
 
 
 MODELS: dict[str, Any] = {"small": Small, "llama": Llama}
 
 
+def base_of(name: str) -> Any:
+    return filled(lambda: MODELS[name](MODEL, rngs=nnx.Rngs(0)))
+
+
 def make(name: str, objective: preference.Objective, rngs: nnx.Rngs) -> Any:
-    model: Any = MODELS[name](MODEL, rngs=rngs)
+    model: Any = base_of(name)
     jshard.nn.add_lora(model, rank=2, alpha=8.0, param_dtype=jnp.float64, rngs=rngs)
     linear: Any
     for _, linear in nnx.iter_modules(model):
         if hasattr(linear, "lora_b"):  # so that the reference is another
             shape = linear.lora_b.get_value().shape
             values = 0.1 * np.random.default_rng(1).normal(size=shape)
-            linear.lora_b.set_value(jnp.asarray(values))
+            linear.lora_b.set_value(jax.device_put(values))
     model.objective = objective
     return model
 
@@ -280,7 +285,7 @@ def plain_loss(objective: preference.Objective, model: Any, base: Any) -> jax.Ar
 def plain_step(name: str, objective: preference.Objective) -> tuple[jax.Array, Any]:
     """The loss, and the adapters after a step of gradient descent."""
     model = make(name, objective, nnx.Rngs(0))
-    base = MODELS[name](MODEL, rngs=nnx.Rngs(0))
+    base = base_of(name)
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
 
     @jax.jit

@@ -27,7 +27,7 @@ def gradients(module, x, tokens):
 @pytest.mark.parametrize("tokens", [1, 6, 7, 24, 1000])
 def test_tiles_compute_what_the_whole_does(tokens):
     module = nnx.Linear(4, 5, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 4)))
+    x = jax.device_put(np.random.default_rng(0).normal(size=(2, 12, 4)))
     got, want = gradients(module, x, tokens), gradients(module, x, 0)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, want)
 

@@ -114,6 +114,7 @@ def test_a_mesh_without_shards_needs_nothing():
     assert least(mesh, sharded(), state, prefetch=False) == {}
 
 
+@pytest.mark.slow  # test_start_up.py has a program of replicas and micro-batches
 def test_the_compiled_program_sends_what_is_written():
     mesh, _, traced = traced_step(sharded())
     written = start_up.traffic(traced.jaxpr.jaxpr, dict(mesh.shape))

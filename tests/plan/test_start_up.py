@@ -56,6 +56,8 @@ def test_traffic_of_the_note_is_that_of_the_compiled_program(replica, accumulate
         compiled = [c for c in found if c.kind == kind and c.group > 1]
         count = sum(c.times * len(c.results) for c in compiled)
         assert count == noted[kind, "float32"].count > 0
+        sent = sum(c.wire_bytes for c in compiled)
+        assert sent == noted[kind, "float32"].wire_bytes
     if replica == 2:  # a host for each copy: only sums of gradients leave a host
         between = traffic(jaxpr, sizes, {"replica": 1})
         leaving = {kind for (kind, _), found in between.items() if found.network_bytes}

@@ -96,7 +96,7 @@ def by_keys(recipe, steps, **keys):
     keys = {f"optimizer.{key}": value for key, value in keys.items()}
     given = {"steps": steps, "optimizer.learning_rate": PEAK, **keys}
     schedule = recipe.learning_rate(make_config(recipe, given))
-    return np.asarray(jax.vmap(schedule)(np.arange(steps)))
+    return np.asarray(jax.jit(jax.vmap(schedule))(np.arange(steps)))
 
 
 @pytest.mark.quick("linear", "warmup_stable_decay", "cosine_with_min_lr")
@@ -123,7 +123,8 @@ def test_by_default_the_rates_are_those_that_the_recipes_were_measured_with(fine
             PEAK / (warmup + 1), PEAK, warmup, steps, end_value=PEAK / 10
         )
         got = by_keys(finetune, steps)
-        np.testing.assert_allclose(got, jax.vmap(want)(np.arange(steps)), rtol=1e-5)
+        rates = jax.jit(jax.vmap(want))(np.arange(steps))
+        np.testing.assert_allclose(got, rates, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

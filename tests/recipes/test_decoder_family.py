@@ -238,8 +238,8 @@ def test_a_tokens_experts_are_in_its_best_groups(x64):
     router = filled(lambda: Router(config, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
     kernel, correction = rng.standard_normal((D, E)), rng.standard_normal(E) * 0.3
-    router.kernel.set_value(jnp.asarray(kernel))
-    router.correction.set_value(jnp.asarray(correction))
+    router.kernel.set_value(jax.device_put(kernel))
+    router.correction.set_value(jax.device_put(correction))
     x_ND = rng.standard_normal((N, D))
     route = nnx.jit(lambda router, x_ND: router(x_ND))
     weight_NK, expert_NK, _ = map(np.asarray, route(router, x_ND)[:3])
@@ -270,13 +270,13 @@ def test_experts_and_their_balance_are_those_of_a_loop_over_experts(x64, normali
         normalized_experts=normalized,
         param_dtype=jnp.float64,
     )
-    moe = MixtureOfExperts(config, rngs=nnx.Rngs(0))
+    moe = filled(lambda: MixtureOfExperts(config, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(0)
-    x_BTD = jnp.asarray(rng.standard_normal((3, 7, D)))
-    out_BTD = jnp.asarray(rng.standard_normal((3, 7, D)))
+    x_BTD = jax.device_put(rng.standard_normal((3, 7, D)))
+    out_BTD = jax.device_put(rng.standard_normal((3, 7, D)))
     graphdef, params = nnx.split(moe)
     params = jax.tree.map(
-        lambda x: x + jnp.asarray(rng.standard_normal(x.shape)), params
+        lambda x: x + jax.device_put(rng.standard_normal(x.shape)), params
     )
 
     def grouped(params, x_BTD):

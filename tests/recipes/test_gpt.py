@@ -32,17 +32,17 @@ def logits_of(model, tokens_BT):
 
 def tokens(batch: int = 8, length: int = 16) -> jax.Array:
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.integers(0, 50, (batch, length), np.int32))
+    return jax.device_put(rng.integers(0, 50, (batch, length), np.int32))
 
 
 @pytest.mark.slow  # by default tests/nn/test_cross_entropy.py draws sizes of chunks
 @pytest.mark.parametrize("chunk", [1, 7, 8, 1000])
 def test_chunked_cross_entropy_equals_the_plain_one_with_gradients(x64, chunk):
     rng = np.random.default_rng(0)
-    x_BTD = jnp.asarray(rng.standard_normal((4, 6, 8)))
-    head_DV = jnp.asarray(rng.standard_normal((8, 50)))
-    targets = jnp.asarray(rng.integers(0, 50, (4, 6)))
-    weights = jnp.asarray((rng.random((4, 6)) < 0.7).astype(np.float64))
+    x_BTD = jax.device_put(rng.standard_normal((4, 6, 8)))
+    head_DV = jax.device_put(rng.standard_normal((8, 50)))
+    targets = jax.device_put(rng.integers(0, 50, (4, 6)))
+    weights = jax.device_put((rng.random((4, 6)) < 0.7).astype(np.float64))
 
     def plain(x, head):
         loss = optax.softmax_cross_entropy_with_integer_labels(x @ head, targets)

@@ -68,9 +68,9 @@ def digits(**overrides: Any) -> Any:
 def test_the_splits_of_the_digits_are_apart():
     train, validation = digits(**{"data.shift": 0})
     assert len(validation) == 360
-    epoch = [train[i] for i in range(1437)]
+    epoch = [train[i] for i in range(0, 1437, 3)]
     seen = {row["image"].tobytes() for row in epoch}
-    assert len(seen) > 1400  # some images are there twice
+    assert len(seen) > 460  # some images are there twice
     assert len(seen & {row["image"].tobytes() for row in validation}) < 5
     assert epoch[0]["image"].shape == (8, 8, 1)
     np.testing.assert_allclose(epoch[0]["targets"].max(), 0.91, rtol=1e-6)

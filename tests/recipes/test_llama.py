@@ -116,8 +116,8 @@ def test_logits_and_gradients_are_those_of_a_plain_implementation(
         monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     config = LlamaConfig(**SMALL, tied=tied, dtype=jnp.float64, param_dtype=jnp.float64)
     rng = np.random.default_rng(0)
-    tokens, targets = jnp.asarray(rng.integers(0, 40, (2, 3, 7)))
-    weights = jnp.asarray(rng.random((3, 7)))
+    tokens, targets = rng.integers(0, 40, (2, 3, 7))
+    weights = jax.device_put(rng.random((3, 7)))
     # Larger than at the start, so that scores and gates differ.
     graphdef, params = nnx.split(
         filled(lambda: Llama(config, rngs=nnx.Rngs(0)), spread=0.2)

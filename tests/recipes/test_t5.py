@@ -167,7 +167,7 @@ def test_each_decoder_layer_alone_sends_its_gradient_to_the_encoder(prefetch):
         kernel = model.decoder.cross.out.kernel
         only = np.zeros_like(kernel.get_value())
         only[layer] = kernel.get_value()[layer]
-        kernel.set_value(jnp.asarray(only))
+        kernel.set_value(jax.device_put(only))
         before = values(nnx.state(model, nnx.Param))
         state, _ = step(fsdp.from_model(model, tx), fsdp.shard_batch(batch()))
         after = values(fsdp.fetch(state.params))

@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jshard
+from filled import filled
 from foreign_weights import store
 from jshard.data.tokenizers.tokenizer import ByteTokenizer
 from jshard.models import t5_huggingface as huggingface
@@ -110,7 +111,10 @@ def test_a_run_from_a_folder_of_hugging_face_and_back(tmp_path):
     )
     source = tmp_path / "source"
     source.mkdir()
-    weights = store(T5(T5Config(**model), rngs=nnx.Rngs(0)), huggingface.tensors(model))
+    weights = store(
+        filled(lambda: T5(T5Config(**model), rngs=nnx.Rngs(0))),
+        huggingface.tensors(model),
+    )
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     (source / "config.json").write_text(json.dumps(huggingface.write_config(model)))
     (tmp_path / "text.txt").write_text(

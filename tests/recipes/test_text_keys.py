@@ -51,7 +51,7 @@ def test_every_recipe_of_texts_has_the_keys_of_optimizer_and_loss(name):
 def test_moments_epsilon_and_decay_are_those_of_the_keys(decay_norms):
     rng = np.random.default_rng(0)
     draw = lambda: {
-        name: nnx.Param(jnp.asarray(rng.normal(size=3), jnp.float32))
+        name: nnx.Param(jax.device_put(np.asarray(rng.normal(size=3), jnp.float32)))
         for name in ("kernel", "scale")
     }
     params = nnx.State(draw())

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard
+from filled import filled
 from jobs import environment
 from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.evaluate import run_evaluate
@@ -264,7 +265,9 @@ def language_model(folder: Path, template: str) -> Any:
 
     make_tokenizer(folder, chat_template=template)
     config = GPTConfig(vocab_size=400, num_layers=1, num_heads=2, width=16)
-    placement = replicated(GPT(config, rngs=nnx.Rngs(0)), jax.devices()[:1])
+    placement = replicated(
+        filled(lambda: GPT(config, rngs=nnx.Rngs(0))), jax.devices()[:1]
+    )
     return LanguageModel(placement, load_tokenizer(folder), 4)
 
 

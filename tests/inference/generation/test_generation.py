@@ -56,8 +56,8 @@ def greedy(model, prompt, length: int) -> list[int]:
     for _ in range(length):
         padded = np.zeros((1, CONTEXT), np.int32)
         padded[0, : len(tokens)] = tokens
-        logits = logits_of(model, padded)
-        tokens.append(int(jnp.argmax(logits[0, len(tokens) - 1])))
+        logits = np.asarray(logits_of(model, padded))
+        tokens.append(int(np.argmax(logits[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 

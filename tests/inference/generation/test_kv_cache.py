@@ -17,7 +17,9 @@ LENGTHS = [7, 4, 1]  # of three sequences
 def qkv(dtype=jnp.float64):
     rng = np.random.default_rng(0)
     shapes = ((len(LENGTHS), T, heads, H) for heads in (N, K, K))
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    return [
+        jax.device_put(np.asarray(rng.normal(size=shape), dtype)) for shape in shapes
+    ]
 
 
 @pytest.mark.quick("plain-several", "window-one", "scores-whole")
@@ -94,7 +96,7 @@ def test_crossed_attention_and_a_bias_are_a_plain_softmax():
         weights /= weights.sum(-1, keepdims=True)
         return np.einsum("bnts,bsnh->btnh", weights, v[layer])
 
-    crossed = KVCache.stacked(jnp.asarray(k), jnp.asarray(v), jnp.float64)
+    crossed = KVCache.stacked(jax.device_put(k), jax.device_put(v), jnp.float64)
     scores = np.einsum("btnh,bsnh->bnts", q, k[1])
     cross = jax.jit(functools.partial(cross_attend, scale=1.0), static_argnums=2)
     got = cross(q, crossed, 1, mask)

@@ -40,7 +40,7 @@ def test_the_tokens_that_remain_are_those_of_the_definition(
 ):
     with jax.enable_x64(True):
         logits = np.random.default_rng(seed).normal(size=10) * 2
-        got = filtered(jnp.asarray(logits), Sampling(temperature, top_k, top_p))
+        got = filtered(jax.device_put(logits), Sampling(temperature, top_k, top_p))
         want = reference(logits, temperature, top_k, top_p)
     np.testing.assert_allclose(got, want, rtol=1e-12)
 
@@ -57,7 +57,9 @@ def test_tokens_that_add_up_to_exactly_p_are_enough():
     "sampling", [Sampling(0.7), Sampling(top_k=3), Sampling(1.3, 4, 0.6)], ids=str
 )
 def test_samples_have_the_probabilities_of_what_remains(sampling):
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
+    logits = jax.device_put(
+        np.asarray(np.random.default_rng(0).normal(size=8), jnp.float32)
+    )
     keys = jax.random.split(jax.random.key(0), 20_000)
     tokens = jax.jit(jax.vmap(lambda key: sample(key, logits, sampling)))(keys)
     frequency = np.bincount(tokens, minlength=8) / len(keys)

@@ -48,7 +48,7 @@ def skewed(params: Any, skew: str) -> Any:
     push = {"even": 0.0, "skewed": 1.0, "all to two": 100.0}[skew]
     kernel = np.array(kernel)
     kernel[0] = push * np.array([1, 1, 0, 0, 0, 0, 0, 0.0])
-    params["router"]["kernel"].set_value(jnp.asarray(kernel))
+    params["router"]["kernel"].set_value(jax.device_put(kernel))
     return params
 
 
@@ -56,7 +56,7 @@ def tokens() -> tuple[Any, Any]:
     rng = np.random.default_rng(1)
     x_BTD = rng.standard_normal((BATCH, TIME, D))
     x_BTD[..., 0] = 1.0  # what ``skewed`` looks at
-    return jnp.asarray(x_BTD), jnp.asarray(rng.standard_normal(x_BTD.shape))
+    return jax.device_put(x_BTD), jax.device_put(rng.standard_normal(x_BTD.shape))
 
 
 def objective(graphdef: Any, remat: Any, params: Any, x_BTD: Any, out_BTD: Any) -> Any:

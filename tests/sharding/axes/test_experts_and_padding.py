@@ -68,7 +68,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
 @functools.cache
 def without_jshard(corrected: bool) -> Any:
     """One device's loss, gradients and corrections of the six chats, no padding."""
-    whole = {name: jnp.asarray(x[:6]) for name, x in rows(SHORT).items()}
+    whole = {name: jax.device_put(x[:6]) for name, x in rows(SHORT).items()}
     graphdef, params, rest = nnx.split(made(corrected), nnx.Param, ...)
 
     def loss(params: Any) -> Any:
@@ -120,9 +120,9 @@ def test_a_step_with_padding_is_the_step_without_it(mesh, corrected):
 def test_what_a_loss_does_not_depend_on_is_padding():
     weights_BT = np.array([[0, 0, 1, 0, 0, 0.5, 0, 0], [0, 1, 0, 0, 0, 0, 1, 0]])
     segments_BT = np.array([[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 2, 2, 3, 3, 3, 0]])
-    rows_BT = without_padding(jnp.asarray(weights_BT))
+    rows_BT = without_padding(jax.device_put(weights_BT))
     np.testing.assert_array_equal(rows_BT, [[1, 1, 1, 1, 1, 1, 0, 0], [1] * 7 + [0]])
-    found_BT = without_padding(jnp.asarray(weights_BT), jnp.asarray(segments_BT))
+    found_BT = without_padding(jax.device_put(weights_BT), jax.device_put(segments_BT))
     want_BT = [[1, 1, 1, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 1, 0]]
     np.testing.assert_array_equal(found_BT, want_BT)
     assert not np.any(without_padding(jnp.zeros((2, 3))))
@@ -145,7 +145,9 @@ def test_a_preference_is_balanced_without_padding_and_copies():
             "texts": np.stack([is_text] * len(tokens)),
             "answers": np.stack([is_text] * len(tokens)),
         }
-        batch = {name: jnp.asarray(x.reshape(len(x), -1)) for name, x in of_all.items()}
+        batch = {
+            name: jax.device_put(x.reshape(len(x), -1)) for name, x in of_all.items()
+        }
         batch["weights"] = jnp.arange(pairs + copies) < pairs
         return jax.jit(lambda: preference.read(model, batch)[2].compute())()
 

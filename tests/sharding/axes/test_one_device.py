@@ -105,6 +105,7 @@ def within(fn: Callable) -> Callable:
 
 def test_a_norm_of_split_features_is_that_of_all_of_them():
     norm: Any = filled(lambda: nnx.RMSNorm(8, rngs=nnx.Rngs(0)))
+    norm = jax.tree.map(jax.device_put, norm)
     x_BTE = array(2, 3, 8) * np.arange(8, dtype=np.float32)
     run = within(lambda x: norm_columns(norm, x))
     got = on_devices(run, FEATURES, FEATURES, x_BTE, tensor=4)
@@ -114,6 +115,7 @@ def test_a_norm_of_split_features_is_that_of_all_of_them():
 
 def test_a_device_has_its_columns_of_each_fused_projection():
     layer: Any = filled(lambda: nnx.Linear(3, 12, rngs=nnx.Rngs(0)))
+    layer = jax.tree.map(jax.device_put, layer)
     run = within(lambda x: own_columns(layer, [8, 4])(x))
     got = on_devices(run, P(), FEATURES, array(2, 5, 3), tensor=2)
     columns = [0, 1, 2, 3, 8, 9, 4, 5, 6, 7, 10, 11]

@@ -80,7 +80,7 @@ def train_plainly() -> Any:
         return loss, optax.apply_updates(table, updates), opt_state
 
     before = first_table()
-    table, losses = jnp.asarray(before), []
+    table, losses = jax.device_put(before), []
     opt_state = tx.init(table)
     for _ in range(STEPS + 1):
         before = np.asarray(table)
@@ -93,7 +93,7 @@ def train(policy: jshard.Policy, mesh: Any) -> Any:
     """(losses, table, predictions) after some steps of AdamW."""
     fsdp, tx = jshard.FSDP(mesh, policy), optax.adamw(0.1)
     model = filled(lambda: Model(nnx.Rngs(0), param_dtype=jnp.float64))
-    model.embed.embedding.set_value(jnp.asarray(first_table()))
+    model.embed.embedding.set_value(jax.device_put(first_table()))
     state = fsdp.from_model(model, tx)
     step, batch = fsdp.train_step(loss_fn, tx), fsdp.shard_batch(random_batch())
     losses = []

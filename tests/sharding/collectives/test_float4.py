@@ -78,23 +78,23 @@ def test_a_value_is_rounded_up_as_often_as_it_is_near_the_magnitude_above():
 def test_stochastic_codes_are_those_of_the_bits_of_position_and_value():
     x = np.random.default_rng(1).uniform(-6, 6, (4, 8)).astype(ml_dtypes.bfloat16)
     own = x.view(np.uint16).astype(np.uint32)
-    shares = np.asarray(words_of(jnp.asarray(own)), np.float64) / 2**32
+    shares = np.asarray(words_of(jax.device_put(own)), np.float64) / 2**32
     size = np.abs(x.astype(np.float64))
     below = np.searchsorted(MAGNITUDES[1:-1], size, side="right")
     low, high = MAGNITUDES[below], MAGNITUDES[below + 1]
     want = below + ((size - low) / (high - low) + shares >= 1) + 8 * np.signbit(x)
-    got = to_float4(jnp.asarray(x), np.ones((1, 1)), stochastic=True)
+    got = to_float4(jax.device_put(x), np.ones((1, 1)), stochastic=True)
     np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_neighbours_share_a_byte_the_first_its_low_bits(dim):
     codes = np.random.default_rng(0).integers(0, 16, (4, 6)).astype(np.uint8)
-    packed = pack(jnp.asarray(codes), dim)
+    packed = pack(jax.device_put(codes), dim)
     first, second = (np.take(codes, range(i, codes.shape[dim], 2), dim) for i in (0, 1))
     np.testing.assert_array_equal(packed, first + 16 * second)
     np.testing.assert_array_equal(unpack(packed, dim), codes)
-    stacked = jnp.asarray(codes)[None]
+    stacked = jax.device_put(codes)[None]
     np.testing.assert_array_equal(float4.unpack(float4.pack(stacked)), stacked)
     assert float4.pack(stacked).shape == (1, 4, 3)
 
@@ -212,6 +212,6 @@ def test_a_layer_has_the_bits_of_its_folded_key():
 
 def test_random_words_are_a_hash_of_position_and_value():
     own = np.array([[7, 2**31], [3, 3]], np.uint32)
-    words = np.asarray(words_of(jnp.asarray(own)))
+    words = np.asarray(words_of(jax.device_put(own)))
     for i, value in enumerate(own.flat):
         assert words.flat[i] == lowbias32(i ^ int(value) * 0x9E3779B9 % 2**32)

@@ -153,8 +153,8 @@ def gradient(gather: Any, weights: jax.Array, upstream: jax.Array) -> Any:
 @dtypes
 def test_bytes_travel_forward_and_gradients_return_in_full(dtype):
     # A device's shard is 528 values: two blocks, and one that is not full.
-    weights = jnp.asarray(normal(32, 132))
-    upstream = jnp.asarray(normal(8, 32, 132, seed=1))
+    weights = jax.device_put(normal(32, 132))
+    upstream = jax.device_put(normal(8, 32, 132, seed=1))
     compiled = gradient(jnp.dtype(dtype), weights, upstream)
     *gathers, scatter = hlo.collectives(compiled.as_text())
     assert scatter.kind == "reduce-scatter"

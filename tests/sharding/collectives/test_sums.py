@@ -48,7 +48,7 @@ def mapped_over(fn, *arrays: Any, **sizes: int) -> tuple[Any, list[jax.Array]]:
     mapped = jax.shard_map(
         one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
     )
-    return mapped, [jnp.asarray(x) for x in arrays]
+    return mapped, [jax.device_put(x) for x in arrays]
 
 
 def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:

@@ -138,9 +138,9 @@ def test_an_array_of_explicit_axes_that_nobody_passed_is_refused_in_one_line(pro
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda m, x: m.up(x, out_sharding=PartitionSpec("data")),
-        lambda m, x: m.up(x, out_sharding=PartitionSpec("fsdp")),
-        lambda m, x: jax.sharding.reshard(m.up(x), PartitionSpec(None, "model")),
+        lambda m, x: m.unit(x, out_sharding=PartitionSpec("data")),
+        lambda m, x: m.unit(x, out_sharding=PartitionSpec("fsdp")),
+        lambda m, x: jax.sharding.reshard(m.unit(x), PartitionSpec(None, "model")),
         lambda m, x: jax.lax.with_sharding_constraint(x, PartitionSpec("data")),
     ],
     ids=["absent", "manual", "reshard", "constraint"],

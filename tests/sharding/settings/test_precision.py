@@ -93,7 +93,8 @@ def test_gradients_are_reduced_in_the_compute_dtype_by_default():
 @pytest.mark.core
 def test_a_wire_dtype_of_its_own_leaves_the_computation_alone():
     dtypes = jshard.Precision(gather="bfloat16", compute="float32")
-    seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=dtypes))
+    policy = jshard.Policy(min_shard_elements=0, precision=dtypes)
+    seen, jaxpr = trace(policy, train=False)
     assert set(seen.values()) == {"float32"}
     assert results(jaxpr, "all_gather") == {"bf16"}
 
@@ -101,7 +102,8 @@ def test_a_wire_dtype_of_its_own_leaves_the_computation_alone():
 @pytest.mark.parametrize("gather", ["bfloat16", "int8"])
 def test_without_a_compute_dtype_a_layer_sees_the_one_it_declares(gather):
     dtypes = jshard.Precision(gather=gather)
-    seen, jaxpr = trace(jshard.Policy(min_shard_elements=0, precision=dtypes))
+    policy = jshard.Policy(min_shard_elements=0, precision=dtypes)
+    seen, jaxpr = trace(policy, train=False)
     assert set(seen.values()) == {"float32"}
     assert results(jaxpr, "all_gather") >= {{"bfloat16": "bf16", "int8": "i8"}[gather]}
 
@@ -321,7 +323,7 @@ def test_an_override_of_remat_and_reshard_reaches_its_unit_alone():
 
     # The Unit has two layers of kernel and bias; the backward reads no bias.
     all_of_them, without_the_units = gathers(), gathers("unit")
-    assert without_the_units == gathers("blocks") < all_of_them
+    assert without_the_units < all_of_them
     assert all_of_them - gathers("*") == 2 * (all_of_them - without_the_units)
 
 

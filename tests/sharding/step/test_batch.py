@@ -68,7 +68,7 @@ def model() -> Plain:
 def reference() -> tuple[list[float], Any]:
     """Losses and parameters of one device, with JAX and optax alone."""
     graphdef, params = nnx.split(model())
-    update, opt_state, losses = make_update(TX), TX.init(params), []
+    update, opt_state, losses = make_update(TX), jax.jit(TX.init)(params), []
 
     @jax.jit
     @jax.value_and_grad

@@ -59,7 +59,7 @@ READERS = {
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_state_that_was_donated_is_refused_in_one_line(devices, tmp_path):
     fsdp = jshard.FSDP(make_mesh(1, devices), jshard.Policy(min_shard_elements=0))
-    donated = fsdp.init(Model, TX)
+    donated = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0))), TX)
     step, model = fsdp.train_step(loss_fn, TX), fsdp.model(donated)
     state, _ = step(donated, BATCH)
     readers = {
@@ -95,7 +95,7 @@ def test_a_copy_is_trained_on_as_the_state_would_be(copied, offload):
 
 def test_a_batch_that_was_donated_is_refused_in_one_line():
     fsdp = jshard.FSDP(make_mesh(1, 2))
-    state = fsdp.init(Model, TX)
+    state = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0))), TX)
     step = fsdp.predict_step(Model.__call__, donate_batch=True)
     batch = fsdp.shard_examples(BATCH)
     step(state, batch)
@@ -110,10 +110,10 @@ def test_text_in_the_batch_of_a_step_is_refused_by_its_field():
     step = fsdp.eval_step(lambda model, batch: loss_fn(model, batch["x"]))
     batch = {"x": BATCH, "ids": ["a"] * len(BATCH)}
     with pytest.raises(jshard.UserError, match=r"'ids' has the dtype <U1, .* leave it"):
-        step(fsdp.init(Model, TX), batch)
+        step(fsdp.from_model(filled(lambda: Model(nnx.Rngs(0))), TX), batch)
 
 
 def test_what_is_no_state_is_refused_in_one_line():
     fsdp = jshard.FSDP(make_mesh(1, 2))
     with pytest.raises(jshard.UserError, match=r"state of fsdp\.init, not a Model$"):
-        fsdp.train_step(loss_fn, TX)(Model(nnx.Rngs(0)), BATCH)  # pyright: ignore[reportArgumentType]
+        fsdp.train_step(loss_fn, TX)(filled(lambda: Model(nnx.Rngs(0))), BATCH)  # pyright: ignore[reportArgumentType]

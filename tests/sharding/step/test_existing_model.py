@@ -184,6 +184,7 @@ def with_lora(model: Any, rngs: nnx.Rngs) -> Any:
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 2)])
 def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     model = filled(lambda: with_lora(Adapted(nnx.Rngs(0)), nnx.Rngs(1)))
+    nnx.update(model, jax.tree.map(jax.device_put, nnx.state(model)))  # not NumPy's
     fsdp = jshard.FSDP(make_mesh(*mesh), POLICY, units=(nnx.LoRA,))
     state = fsdp.from_model(model, TX, wrt=nnx.LoRAParam)
     frozen: Any = state.frozen
@@ -192,7 +193,7 @@ def test_adapters_train_and_the_model_below_them_is_frozen_and_sharded(mesh):
     assert len(jax.tree.leaves(state.params)) == 4
 
     graphdef, params, rest = nnx.split(model, nnx.LoRAParam, ...)
-    update, opt_state = make_update(TX), TX.init(params)
+    update, opt_state = make_update(TX), jax.jit(TX.init)(params)
 
     @jax.jit
     @jax.value_and_grad

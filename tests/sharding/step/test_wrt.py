@@ -87,7 +87,7 @@ def test_what_wrt_selects_trains_as_on_one_device(wrt):
     fsdp = make_fsdp()
     state = fsdp.from_model(model, TX, wrt=wrt)
     graphdef, params, rest = nnx.split(model, wrt, ...)
-    update, opt_state = make_update(TX), TX.init(params)
+    update, opt_state = make_update(TX), jax.jit(TX.init)(params)
 
     @jax.jit
     def run(params, rest):

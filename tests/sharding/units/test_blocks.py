@@ -71,7 +71,7 @@ def numbers() -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_number_is_that_of_the_specification(dtype):
-    x = jnp.asarray(numbers(), dtype)
+    x = jax.device_put(np.asarray(numbers(), dtype))
     found, scales, _ = jax.jit(formats.mxfp8_rows)(x)
     for row, (values, of_row) in enumerate(zip(found, scales, strict=True)):
         for block in range(2):
@@ -102,8 +102,8 @@ def test_three_products_are_those_of_what_was_rounded(tokens):
     dy = rng.normal(size=(tokens, 64))
     x, w, dy = (a.astype(np.float32) for a in (x, w, dy))
     tiles = np.abs(w).reshape(4, 32, 2, 32).max((1, 3))
-    scales = exponents(jnp.asarray(tiles))
-    values = to_float8(jnp.asarray(w), scales, jnp.float8_e4m3fn)
+    scales = jax.jit(exponents)(tiles)
+    values = jax.jit(to_float8, static_argnums=2)(w, scales, jnp.float8_e4m3fn)
     weight = values, scales, None
 
     @jax.jit

@@ -206,25 +206,26 @@ def test_a_layer_that_does_not_return_what_it_takes_is_refused(inside, change, m
 
 
 def test_what_is_a_unit_already_is_refused():
-    rngs = nnx.Rngs(0)
+    abstract = lambda make: nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    dense, stack = abstract(Dense), abstract(lambda rngs: make_stack(Dense, rngs))
     with pytest.raises(jshard.UserError, match="is a Unit or a Stack already"):
-        jshard.Unit(jshard.Unit(Dense(rngs)))
+        jshard.Unit(jshard.Unit(abstract(Dense)))
     with pytest.raises(jshard.UserError, match="is a Unit or a Stack already"):
-        jshard.Unit(make_stack(Dense, rngs))
+        jshard.Unit(stack)
     with pytest.raises(jshard.UserError, match="layers are Units or Stacks already"):
-        make_stack(lambda rngs: jshard.Unit(Dense(rngs)), rngs)
+        abstract(lambda rngs: make_stack(lambda rngs: jshard.Unit(Dense(rngs)), rngs))
     with pytest.raises(jshard.UserError, match="layers are Units or Stacks already"):
-        make_stack(lambda rngs: make_stack(Dense, rngs), rngs)
+        abstract(lambda rngs: make_stack(lambda rngs: make_stack(Dense, rngs), rngs))
     with pytest.raises(jshard.UserError, match="num_layers=0 must be at least 1"):
-        jshard.Stack(Dense, 0, rngs=rngs)
+        jshard.Stack(Dense, 0, rngs=nnx.Rngs(0))
     with pytest.raises(jshard.UserError, match=r"a Module has no arrays.* call one 3"):
-        jshard.Stack(lambda rngs: nnx.Module(), 3, rngs=rngs)
+        jshard.Stack(lambda rngs: nnx.Module(), 3, rngs=nnx.Rngs(0))
     with pytest.raises(jshard.UserError, match="gathers one layer at a time"):
-        jshard.gathered(make_stack(Dense, rngs))
+        jshard.gathered(stack)
     with pytest.raises(jshard.UserError, match="gathered: mask= needs during="):
-        jshard.gathered(Dense(rngs), mask=1)  # pyright: ignore[reportCallIssue]
+        jshard.gathered(dense, mask=1)  # pyright: ignore[reportCallIssue]
     with pytest.raises(jshard.UserError, match="before= or during=, not both"):
-        jshard.gathered(Dense(rngs), before=1, during=(Dense(rngs), 1))  # pyright: ignore[reportCallIssue]
+        jshard.gathered(dense, before=1, during=(dense, 1))  # pyright: ignore[reportCallIssue]
 
 
 # A gradient that waits.

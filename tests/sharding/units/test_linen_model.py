@@ -124,7 +124,7 @@ def test_training_is_that_of_linen_and_optax_alone(layers, mesh, remat, accumula
     plain = tree(fsdp.fetch(state.params))
     abstract = jax.eval_shape(module.init, jax.random.key(0), TOKENS)
     assert jax.tree.map(jnp.shape, plain) == jax.tree.map(jnp.shape, abstract)
-    update, opt_state = make_update(TX), TX.init(plain)
+    update, opt_state = make_update(TX), jax.jit(TX.init)(plain)
 
     @jax.jit
     @jax.value_and_grad

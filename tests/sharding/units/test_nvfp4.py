@@ -101,7 +101,7 @@ def numbers() -> np.ndarray:
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_each_code_and_scale_is_that_of_the_recipe(dtype, stochastic):
-    x = jnp.asarray(numbers(), dtype)
+    x = jax.device_put(np.asarray(numbers(), dtype))
     make = jax.jit(formats.nvfp4_rows, static_argnames="stochastic")
     found = make(x, stochastic=stochastic)
     codes, scales, exponent = quantized(np.asarray(x, np.float32), (1, 16), stochastic)
@@ -180,8 +180,8 @@ def test_three_products_are_those_of_what_was_rounded(tokens, packed):
     dy = rng.normal(size=(tokens, 64))
     x, w, dy = (a.astype(np.float32) for a in (x, w, dy))
     codes, scales, exponent = quantized(w, (16, 16))
-    values = float4.pack(jnp.asarray(codes), packed)
-    weight = values, jnp.asarray(scales.view(np.uint8)), jnp.uint8(exponent + 127)
+    values = float4.pack(jax.device_put(codes), packed)
+    weight = values, jax.device_put(scales.view(np.uint8)), jnp.uint8(exponent + 127)
 
     @jax.jit
     def run(x: jax.Array, dy: jax.Array) -> tuple:

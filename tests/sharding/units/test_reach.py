@@ -47,6 +47,10 @@ def make_model(place: str) -> Callable[[nnx.Rngs], nnx.Module]:
     return Model
 
 
+def made(place: str) -> nnx.Module:
+    return filled(lambda: make_model(place)(nnx.Rngs(0)))
+
+
 def loss_fn(ways: list[Callable], model: Any, x: jax.Array) -> Any:
     """A loss that depends on every way's value, and the sum of these values.
 
@@ -61,9 +65,7 @@ def loss_fn(ways: list[Callable], model: Any, x: jax.Array) -> Any:
 
 def plain(place: str, ways: list[Callable]) -> tuple[dict, Any]:
     """(values, gradients) of the ordinary module."""
-    graphdef, state, rest = nnx.split(
-        make_model(place)(nnx.Rngs(jax.random.key(0))), nnx.Param, ...
-    )
+    graphdef, state, rest = nnx.split(made(place), nnx.Param, ...)
 
     @jax.jit
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -92,7 +94,7 @@ def check(
         units = {Residual} & {type(module) for path, module in modules if path}
     fsdp = jshard.FSDP(make_mesh(*mesh), policy, units=units)
     tx = optax.sgd(1.0)
-    state = fsdp.init(make_model(place), tx)
+    state = fsdp.from_model(made(place), tx)
     before = fsdp.fetch(state.params)
     step = fsdp.train_step(functools.partial(loss_fn, ways), tx)
     state, metrics = step(state, fsdp.shard_batch(np.asarray(example())))

@@ -35,7 +35,9 @@ def layer(weights: Any, xs: Any, x: Any, args: Any) -> Any:
 
 def inputs() -> Inputs:
     rng = np.random.default_rng(0)
-    make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    make = lambda *shape: jax.device_put(
+        np.asarray(rng.normal(size=shape), jnp.float32)
+    )
     weights = [make(WIDTH, HIDDEN), make(HIDDEN, WIDTH)]
     return Inputs(weights, [make(*UP)], make(*X), [make(WIDTH)])
 

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 import hlo
 import jshard
 import parity
+from filled import filled
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import complete
 from jshard.sharding.update import ema
@@ -31,8 +32,8 @@ class Layer(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         del rngs
-        self.matrix = nnx.Param(jnp.asarray(np.sin(np.arange(128.0)).reshape(8, 16)))
-        self.vector = nnx.Param(jnp.asarray(np.linspace(-1.0, 1.0, 8)))
+        self.matrix = nnx.Param(jax.device_put(np.sin(np.arange(128.0)).reshape(8, 16)))
+        self.vector = nnx.Param(jax.device_put(np.linspace(-1.0, 1.0, 8)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ self.matrix[...])
@@ -67,7 +68,7 @@ def trained() -> tuple[jshard.FSDP, jshard.TrainState]:
     """A state with bfloat16 parameters after two steps; not to be donated."""
     half = jshard.Precision(param="bfloat16")
     fsdp = make_fsdp(policy(precision=half), replica=2)
-    state = fsdp.from_model(Model(nnx.Rngs(0)), OPTIMIZER)
+    state = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0))), OPTIMIZER)
     step = fsdp.train_step(loss_fn, OPTIMIZER)
     for _ in range(2):
         state, _ = step(state, fsdp.shard_batch(batch()))
@@ -90,7 +91,7 @@ def test_averages_are_those_of_the_parameters_of_every_step(replica, accumulate)
     fsdp = make_fsdp(policy(accumulate=accumulate), replica=replica)
     tx = jshard.optim.per_layer(optax.adam(1e-2))
     trained = lambda path, x: isinstance(x, nnx.Param) and path != ("head", "matrix")
-    state = fsdp.from_model(Model(nnx.Rngs(0)), tx, wrt=trained)
+    state = fsdp.from_model(filled(lambda: Model(nnx.Rngs(0))), tx, wrt=trained)
     step = fsdp.train_step(loss_fn, tx)
     history = [parity.by_path(fsdp.fetch(state.params))]
     for seed in range(4):
@@ -155,7 +156,7 @@ def test_averages_are_evaluated_as_weights_by_the_program_of_the_parameters():
     got = evaluate(state.with_ema_params(), examples).compute()["loss"]
     assert len(traces) == 1
 
-    model = Model(nnx.Rngs(0))
+    model = filled(lambda: Model(nnx.Rngs(0)))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fsdp.fetch(state.ema))
     nnx.update(model, half)
     want = float(nnx.jit(lambda model: loss_fn(model, batch()).compute())(model))

@@ -99,7 +99,7 @@ def start() -> tuple[Any, Any]:
     values = dict(nnx.to_flat_state(nnx.state(stack)))
     for name in ("kernel", "bias"):
         rows = [np.asarray(getattr(layer, name).get_value()) for layer in plain.layers]
-        values["layers", name].set_value(jnp.asarray(np.stack(rows)))
+        values["layers", name].set_value(jax.device_put(np.stack(rows)))
     nnx.update(stack, nnx.from_flat_state(values))
     return plain, stack
 

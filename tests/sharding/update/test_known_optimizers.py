@@ -194,7 +194,7 @@ CUBES = lambda params: jax.tree.map(lambda p: TALL if p.ndim == 3 else None, par
 def test_muon_on_whole_layers_is_muon_with_the_same_state(tx):
     shapes = {"tall": (5, 3), "wide": (4, 6), "cube": (2, 3, 4), "bias": (5,)}
     rng = np.random.default_rng(0)
-    params = {name: jnp.asarray(rng.normal(size=s)) for name, s in shapes.items()}
+    params = {name: jax.device_put(rng.normal(size=s)) for name, s in shapes.items()}
     other = with_whole_layers(tx)
     assert other is not tx
     both = jax.jit(lambda params: (run(other, params), run(tx, params)))

@@ -38,7 +38,7 @@ def params(seed: int = 0) -> nnx.State:
                 "v": stacked(draw(LAYERS, 5), "v"),
             },
             "deep": {"inner": {"w": deep(draw(2, LAYERS, 4, 5))}},
-            "head": nnx.Param(jnp.asarray(draw(4, 5))),
+            "head": nnx.Param(jax.device_put(draw(4, 5))),
         }
     )
 

@@ -29,8 +29,8 @@ class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         del rngs
         matrix = np.sin(np.arange(WIDTH * 16.0)).reshape(WIDTH, 16)
-        self.matrix = nnx.Param(jnp.asarray(matrix))
-        self.vector = nnx.Param(jnp.asarray(np.linspace(-1, 1, WIDTH)))
+        self.matrix = nnx.Param(jax.device_put(matrix))
+        self.vector = nnx.Param(jax.device_put(np.linspace(-1, 1, WIDTH)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ self.matrix[...])
@@ -68,13 +68,13 @@ def unstacked(state: Any) -> dict[str, Any]:
         value = np.asarray(variable.get_value())
         name = ".".join(map(str, path))
         for index in np.ndindex(*value.shape[: layer_dims(variable)]):
-            tensors[f"{name}{list(index)}"] = jnp.asarray(value[index])
+            tensors[f"{name}{list(index)}"] = jax.device_put(value[index])
     return tensors
 
 
 def random_like(state: Any, seed: int) -> Any:
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), state)
+    return jax.tree.map(lambda p: jax.device_put(rng.normal(size=p.shape)), state)
 
 
 def check_close(got: dict[str, Any], want: dict[str, Any], bound: float = 1e-11):

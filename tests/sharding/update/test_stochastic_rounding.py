@@ -155,7 +155,9 @@ def make_params(layers: int) -> nnx.State:
     model = nnx.eval_shape(lambda: Model(layers, nnx.Rngs(0)))
     params = nnx.state(model, nnx.Param)
     matrix = np.asarray(values_like(np.zeros((16, 40))))
-    return jax.tree.map(lambda x: jnp.asarray(np.broadcast_to(matrix, x.shape)), params)
+    return jax.tree.map(
+        lambda x: jax.device_put(np.broadcast_to(matrix, x.shape)), params
+    )
 
 
 def rounded(tx: Any, grads: Any, steps: int = 1) -> dict[str, np.ndarray]:

@@ -36,8 +36,10 @@ class Dense(nnx.Module):
 
     def __init__(self, width: int, hidden: int, dtype: Any):
         grid = np.arange(width * hidden).reshape(width, hidden)
-        self.kernel = nnx.Param(jnp.asarray(np.sin(grid) / 4, dtype))
-        self.bias = nnx.Param(jnp.asarray(np.linspace(-1, 1, width), dtype))
+        self.kernel = nnx.Param(jax.device_put(np.asarray(np.sin(grid) / 4, dtype)))
+        self.bias = nnx.Param(
+            jax.device_put(np.asarray(np.linspace(-1, 1, width), dtype))
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x + jnp.tanh(x @ self.kernel[...]) @ self.kernel[...].T + self.bias[...]

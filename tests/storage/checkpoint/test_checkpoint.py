@@ -31,6 +31,7 @@ from checkpoints import (
     save_steps,
     values,
 )
+from filled import filled
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer, Save
 from jshard.storage.checkpoint.restore import find_damage, find_step
@@ -101,7 +102,7 @@ def test_steps_go_on_while_a_state_is_saved_and_go_on_from_it_bit_for_bit(tmp_pa
     fsdp, optimizer = make_fsdp(), optax.sgd(0.1, momentum=0.9)
     step = fsdp.train_step(loss_fn, optimizer)
     batch = fsdp.shard_batch(np.ones((16, 16), np.float32))
-    state = fsdp.init(Small, optimizer)
+    state = fsdp.from_model(filled(lambda: Small(nnx.Rngs(0))), optimizer)
     abstract = fsdp.abstract_state(Small, optimizer)
     with Checkpointer(tmp_path, keep=9) as checkpointer:
         wanted = {}

@@ -1,12 +1,8 @@
 """Checkpoints of several processes, which are real ones here."""
 
-import contextlib
 import json
-import resource
 import shutil
-import signal
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +10,12 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from flax import nnx
-from jax.experimental import multihost_utils
 
 import jshard
 from checkpoints import flip_bit, make_fsdp, small_disk
@@ -33,10 +27,16 @@ from known_states import (
     check_whole,
     make_state,
     restore_step,
-    save_and_die,
     save_steps,
 )
 from processes import Processes
+from troubled_saves import (
+    check_trouble,
+    full_disk,
+    no_large_files,
+    no_manifest,
+    save_in_trouble,
+)
 
 
 @pytest.fixture(scope="module")
@@ -231,110 +231,7 @@ def test_both_processes_refuse_what_none_may_use(saved, pair, tmp_path):
         assert "step 1 is damaged: " in said
 
 
-# Death.
-
-
-DEATHS = [
-    (1, "jshard.storage.checkpoint.manifest.checksum"),
-    pytest.param(
-        0, "jshard.storage.checkpoint.manifest.checksum", marks=pytest.mark.slow
-    ),
-    pytest.param(0, "jshard.storage.checkpoint.manifest.write", marks=pytest.mark.slow),
-    pytest.param(
-        1,
-        "jshard.storage.checkpoint.participants.Participants.gather",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(0, "while arrays are written", marks=pytest.mark.slow),
-    pytest.param(1, "while arrays are written", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "moment"), DEATHS)
-def test_the_half_save_of_a_killed_process_is_ignored_and_removed(
-    victim, moment, tmp_path
-):
-    folder = tmp_path / "checkpoints"
-    with Processes(2, 1, tmp_path) as processes:
-        processes.start(save_and_die, folder, victim, moment)
-        assert processes.wait_for(victim, timeout=60) == -signal.SIGKILL
-        time.sleep(0.5)  # whatever the other may do about it
-        processes.kill()
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "2.saving"]
-    assert restore_step(folder, (1, 8)) == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["1"]
-    check_whole(folder / "1")
-
-
 # Disks.
-
-
-@contextlib.contextmanager
-def full_disk(folder: Path) -> Iterator[None]:
-    """As far as other processes' files can fill it."""
-    if jax.process_index() == 0:
-        free = shutil.disk_usage(folder).free
-        (folder / "other").write_bytes(bytes(free - 20_000))
-    multihost_utils.sync_global_devices("full")
-    yield
-    multihost_utils.sync_global_devices("saved")
-    if jax.process_index() == 0:
-        (folder / "other").unlink()
-
-
-@contextlib.contextmanager
-def no_large_files(process: int) -> Iterator[None]:
-    """One process cannot write files above a kilobyte; the others can."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if jax.process_index() == process:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@contextlib.contextmanager
-def no_manifest() -> Iterator[None]:
-    """The first process cannot write what makes a checkpoint of files."""
-    with mock.patch.object(manifest, "write", side_effect=OSError(5, "I/O error")):
-        yield
-
-
-def save_in_trouble(folder: Path, trouble: Any, *args: Any) -> list[Save]:
-    """Saves three steps, the second in trouble, and steps all the while."""
-    fsdp = make_fsdp()
-    x = fsdp.shard_batch(np.ones(8 // jax.process_count(), np.float32))
-    step = jax.jit(lambda x: x / jnp.sum(x))  # waits for the other process
-    reports: list[Save] = []
-
-    def save_and_step(number: int) -> None:
-        nonlocal x
-        checkpointer.save(make_state(abstract(), number))
-        for _ in range(8):
-            x = step(x).block_until_ready()
-        checkpointer.wait()
-        x = step(x).block_until_ready()
-
-    with Checkpointer(folder / "checkpoints", report=reports.append) as checkpointer:
-        save_and_step(1)
-        with trouble(*args):
-            save_and_step(2)
-        save_and_step(3)
-    return reports
-
-
-def check_trouble(results: list[list[Save]], folder: Path, why: str) -> None:
-    for reports in results:
-        assert [save.step for save in reports] == [1, 2, 3]
-        assert [bool(save.error) for save in reports] == [False, True, False]
-        assert reports[1].took < 20  # not Orbax's 20 minutes
-        assert "\n" not in reports[1].error
-    assert any(why in reports[1].error for reports in results)
-    assert find_steps(folder / "checkpoints") == [1, 3]
-    for step in ("1", "3"):
-        check_whole(folder / "checkpoints" / step)
-    assert restore_step(folder / "checkpoints", (1, 8)) == 3
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["1", "3"]
 
 
 @pytest.mark.slow  # below, a disk that is full for one; test_failing_saves.py fills one

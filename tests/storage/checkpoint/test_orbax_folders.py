@@ -1,8 +1,5 @@
 """Checkpoints that Orbax wrote without jshard: read exactly on any mesh, or refused."""
 
-import functools
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from flax.traverse_util import flatten_dict, unflatten_dict
 from orbax.checkpoint import v1
 
 import jshard
@@ -22,44 +18,22 @@ from filled import filled
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.orbax.folder import open_orbax
 from jshard.storage.checkpoint.orbax.matching import match
-from jshard.storage.checkpoint.restore import find_newest, find_step
-from jshard.storage.hub.parameters import find_parameters
-
-PAGE = Path(__file__).parents[3] / "docs/how_to/orbax.md"
-WIDTH, OUT = 5, 3  # which no mesh of 2, 4 or 8 divides
-POLICY = jshard.Policy(min_shard_elements=0)
-TX = optax.chain(
-    optax.clip_by_global_norm(0.5),
-    optax.adamw(
-        optax.linear_schedule(1e-2, 0.0, 20),
-        mask=lambda params: jax.tree.map(lambda x: jnp.ndim(x) > 1, params),
-    ),
+from saved_by_orbax import (
+    BATCHES,
+    OUT,
+    POLICY,
+    TX,
+    WIDTH,
+    Model,
+    loss_fn,
+    make_fsdp,
+    manager,
+    save,
+    wanted,
 )
-BATCHES = np.random.default_rng(1).normal(size=(5, 8, WIDTH))
+
 NO_UNITS = "ignore:100% of the parameters"
 pytestmark = [pytest.mark.filterwarnings(NO_UNITS)]
-
-
-class Model(nnx.Module):
-    """Layers in a list, a statistic, and masks that are drawn."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        wide: dict[str, Any] = {"param_dtype": np.float64, "rngs": rngs}
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, **wide) for _ in range(2)])
-        self.dropout = jshard.Dropout(0.2, rngs=rngs)
-        self.mean = nnx.BatchStat(jnp.zeros(WIDTH, np.float64))
-        self.head = nnx.Linear(WIDTH, OUT, **wide)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        mean = jshard.pmean(jnp.mean(x, axis=0))
-        self.mean.set_value(0.9 * self.mean[...] + 0.1 * mean)
-        return self.head(self.dropout(x) - self.mean[...])
-
-
-def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
-    return jshard.Mean(jnp.sum(model(x) ** 2), x.shape[0])
 
 
 @nnx.jit
@@ -78,23 +52,13 @@ def plain(tmp_path_factory):
         model = filled(lambda: Model(nnx.Rngs(0)))
         optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
         for x in BATCHES[:3]:
-            plain_step(model, optimizer, jnp.asarray(x))
+            plain_step(model, optimizer, x)
         folder = tmp_path_factory.mktemp("plain") / "both"
         save(folder, nnx.state((model, optimizer)))
-        saved = jax.tree.map(jnp.array, nnx.state((model, optimizer)))
-        losses = [plain_step(model, optimizer, jnp.asarray(x)) for x in BATCHES[3:]]
+        saved = jax.tree.map(lambda x: x, nnx.state((model, optimizer)))
+        losses = [plain_step(model, optimizer, x) for x in BATCHES[3:]]
         nnx.update((model, optimizer), saved)
     return model, optimizer, folder, [float(x) for x in losses]
-
-
-def save(folder: Path, tree: Any) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder, tree)
-
-
-def make_fsdp(devices: int = 8) -> jshard.FSDP:
-    mesh = jshard.make_mesh(devices=jax.devices()[:devices])
-    return jshard.FSDP(mesh, POLICY, units=(nnx.Linear,))
 
 
 def trained(fsdp: jshard.FSDP, state: Any, tx: Any = TX, loss: Any = loss_fn) -> Any:
@@ -177,12 +141,6 @@ def checkpointer(**options: Any) -> Any:
     ).save(folder, tree)
 
 
-def manager(folder: Path, tree: Any) -> None:
-    with ocp.CheckpointManager(folder) as steps:
-        steps.save(1, args=ocp.args.StandardSave(jax.tree.map(jnp.zeros_like, tree)))
-        steps.save(8, args=ocp.args.StandardSave(tree))
-
-
 def older(folder: Path, tree: Any) -> None:
     """As before Orbax marked a checkpoint's own folder."""
     manager(folder, tree)
@@ -223,7 +181,7 @@ def trees(model: Any, optimizer: Any) -> dict[str, tuple[Any, bool]]:
     params = nnx.state(model, nnx.Param)
     statistics = nnx.state(model, nnx.BatchStat)
     opt_state = nnx.state(optimizer, nnx.optimizer.OptState)["opt_state"]
-    like = jax.tree.structure(TX.init(params))
+    like = jax.tree.structure(jax.eval_shape(TX.init, params))
     of_optax = jax.tree.unflatten(like, jax.tree.leaves(opt_state))
     return {
         "nnx.state": (nnx.state(model), False),
@@ -266,8 +224,7 @@ def test_every_form_is_read_bit_for_bit_as_orbax_does(
     model, optimizer, *_ = plain
     saved, has_optimizer = trees(model, optimizer)[tree]
     WRITERS[writer](tmp_path / "saved", saved)
-    fsdp = make_fsdp()
-    abstract = fsdp.abstract_state(Model, TX)
+    fsdp, abstract = wanted()
     found = match(open_orbax(tmp_path / "saved"), abstract, optimizer=has_optimizer)
     arrays = metadata.replace_arrays(abstract, found.load(abstract))
     state = nnx.state(model)
@@ -307,7 +264,7 @@ def test_every_optimizers_tree_is_read_as_flax_and_orbax_flatten_it(
 ):
     model, tx = plain[0], OPTIMIZERS[name]
     draw = np.random.default_rng(2)
-    random = lambda x: jnp.asarray(9 * draw.random(x.shape)).astype(x.dtype)
+    random = lambda x: np.asarray(9 * draw.random(x.shape), x.dtype)
     opt = jax.tree.map(random, nnx.state(nnx.Optimizer(model, tx, wrt=nnx.Param)))
     save(tmp_path / "saved", {"model": nnx.state(model), "optimizer": opt})
     fsdp = make_fsdp()
@@ -340,139 +297,3 @@ def test_a_step_of_a_manager_can_be_chosen_and_a_stateless_optimizer_has_none(
     check(fsdp, state.params, nnx.state(model, nnx.Param))
     with pytest.raises(jshard.UserError, match=r"no step 2; there are: \[1, 8\]"):
         jshard.restore_orbax(tmp_path / "steps", fsdp, Model, TX, step=2)
-
-
-# What does not fit.
-
-
-class Other(Model):
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        self.tail = self.head
-        del self.head
-
-
-class Wide(Model):
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        self.head = nnx.Linear(WIDTH, 7, param_dtype=np.float64, rngs=rngs)
-
-
-@pytest.mark.parametrize(
-    ("model", "tx", "keys", "said"),
-    [
-        (
-            Other, TX, {},
-            "compared with 0 there, it lacks tail.bias, tail.kernel; it has unexpected "
-            "head.bias, head.kernel$",
-        ),
-        (Wide, TX, {}, r"params.head.kernel has shape \(5, 3\), not \(5, 7\)"),
-        (
-            Model, optax.lion(1e-3), {},
-            r"of another optimizer: compared with 1.opt_state.1 there, it has "
-            r"unexpected 0.nu.* 2.count",
-        ),
-        (
-            Model, optax.sgd(1e-3, momentum=0.9), {},
-            "has no state of this optimizer: .*restore_optimizer=False",
-        ),
-        (Model, TX, {"params_at": "1"}, "params_at='1' is no place of the parameters"),
-        (Model, TX, {"step": 4}, "is one checkpoint: leave out step=4"),
-    ],
-)  # fmt: skip
-def test_what_does_not_match_is_listed_both_ways(model, tx, keys, said, plain, x64):
-    *_, folder, _ = plain
-    with pytest.raises(jshard.UserError, match=said):
-        jshard.restore_orbax(folder, make_fsdp(), model, tx, **keys)
-
-
-def test_of_several_places_one_is_asked_for(plain, tmp_path, x64):
-    model, *_ = plain
-    tree = {"params": nnx.state(model), "ema": nnx.state(model), "opt": {"lr": 0.1}}
-    save(tmp_path / "two", tree)
-    fsdp = make_fsdp()
-    keys: dict[str, Any] = {"restore_optimizer": False}
-    with pytest.raises(
-        jshard.UserError, match=r"2 places fit the parameters, ema, params: "
-    ):
-        jshard.restore_orbax(tmp_path / "two", fsdp, Model, TX, **keys)
-    with pytest.warns(UserWarning, match=r"not read: opt, params \(\d+ arrays\)"):
-        jshard.restore_orbax(tmp_path / "two", fsdp, Model, TX, params_at="ema", **keys)
-
-
-def test_folders_that_are_no_whole_checkpoints_of_orbax_are_refused(
-    plain, tmp_path, x64
-):
-    model, *_ = plain
-    fsdp = make_fsdp()
-
-    def refused(folder: Path, said: str) -> None:
-        with pytest.raises(jshard.UserError, match=said):
-            find_parameters(folder, abstract)
-
-    abstract = fsdp.abstract_state(Model, TX)
-    with pytest.raises(jshard.UserError, match="holds no checkpoint of Orbax's"):
-        jshard.restore_orbax(tmp_path, fsdp, Model, TX)
-    with pytest.raises(jshard.UserError, match="nowhere does not exist"):
-        jshard.restore_orbax(tmp_path / "nowhere", fsdp, Model, TX)
-    WRITERS["no OCDBT"](tmp_path / "files", nnx.to_pure_dict(nnx.state(model)))
-    shutil.copytree(tmp_path / "files", tmp_path / "8.orbax-checkpoint-tmp")
-    refused(tmp_path / "8.orbax-checkpoint-tmp", "that Orbax did not complete")
-    (tmp_path / "files/layers.0.kernel/0.0").unlink()  # zarr would read zeros
-    source = find_parameters(tmp_path / "files", abstract).orbax
-    assert source is not None
-    with pytest.raises(jshard.UserError, match=r"is damaged: .*layers\.0\.kernel"):
-        source.load(abstract)
-    shutil.rmtree(tmp_path / "files/layers.0.kernel")
-    refused(tmp_path / "files", r"is damaged: .*layers\.0\.kernel")
-    (tmp_path / "files/_METADATA").write_text("{}")
-    refused(tmp_path / "files", "_METADATA lists no arrays as Orbax does")
-
-
-# Whose folder it is.
-
-
-def test_folders_of_orbax_are_never_called_damaged_or_to_be_removed(plain, tmp_path):
-    model, *_ = plain
-    manager(tmp_path / "steps", nnx.state(model))
-    v1.save(tmp_path / "one", nnx.state(model))  # its item is named as jshard's arrays
-    for look, path, said in [
-        (find_newest, "steps", r"holds checkpoints of Orbax's \(steps 1, 8\)"),
-        (find_step, "steps", "holds checkpoints of Orbax's"),
-        (find_step, "steps/8", "is a checkpoint of Orbax's"),
-        (find_step, "one", "is a checkpoint of Orbax's"),
-        (jshard.Checkpointer, "steps", "holds checkpoints of Orbax's"),
-    ]:
-        with pytest.raises(jshard.UserError, match=said) as error:
-            look(tmp_path / path)
-        assert "restore_orbax" in str(error.value)
-        for word in ("damaged", "remove"):
-            assert word not in str(error.value)
-    assert sorted(x.name for x in (tmp_path / "steps").iterdir()) == ["1", "8"]
-
-
-def test_orbax_alone_reads_a_checkpoint_and_its_folder_is_told_from_orbaxs(
-    plain, tmp_path, x64
-):
-    model, *_ = plain
-    fsdp = make_fsdp()
-    with jshard.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(fsdp.from_model(model, TX))
-    with pytest.raises(jshard.UserError, match=rf"of jshard's: give {tmp_path}/0$"):
-        jshard.restore_orbax(tmp_path / "0/state", fsdp, Model, TX)
-    with pytest.raises(jshard.UserError, match="holds no checkpoint of Orbax's"):
-        jshard.restore_orbax(tmp_path, fsdp, Model, TX)
-    # The lines of the page, without jshard.
-    text = PAGE.read_text()
-    lines = text[text.index("def read(") : text.index("params, tree =")]
-    names = {"json": json, "jax": jax, "v1": v1}
-    names |= {"flatten_dict": flatten_dict, "unflatten_dict": unflatten_dict}
-    exec(lines, names)
-    tree = names["read"](tmp_path / "0")
-    kinds = {"params": nnx.Param, "model_state": nnx.Not(nnx.Param)}
-    for kind, of_kind in kinds.items():
-        for path, variable in nnx.to_flat_state(nnx.state(model, of_kind)):
-            x = functools.reduce(lambda node, key: node[str(key)], path, tree[kind])
-            want = variable.get_value()
-            assert (x.shape, x.dtype) == (want.shape, want.dtype)
-            assert bool(jnp.all(x == want))

@@ -39,7 +39,7 @@ def adapted(kind: str, targets: tuple[str, ...]) -> Any:
     model, config, _, keys = KINDS[kind]
 
     def make() -> Any:
-        made = model(config(**keys), rngs=nnx.Rngs(0))
+        made = filled(lambda: model(config(**keys), rngs=nnx.Rngs(0)))
         jshard.nn.add_lora(made, rank=2, alpha=4.0, targets=targets, rngs=nnx.Rngs(0))
         return made
 
