@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 import jshard
 from jshard.data.dataset import as_dataset
-from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.settings import RunSettings
 from jshard.training.callbacks.evaluation import _agreed, prepare_evaluation
 from processes import Processes
 from resumable import RECIPE, train
@@ -60,7 +60,7 @@ def prepared() -> tuple[Any, Any, dict]:
     run = SimpleNamespace(
         job=SimpleNamespace(fsdp=fsdp, recipe=SimpleNamespace(loss_fn=loss_fn)),
         abstract_state=fsdp.abstract_state(Model, optax.sgd(0.1)),
-        config=complete(_config(), "test"),
+        settings=RunSettings(steps=1, batch_size=BATCH, eval_every=1),
         reader=lambda: reader,
         filled=lambda rows: rows,
     )
@@ -84,12 +84,6 @@ def evaluated(count: int) -> tuple[dict[str, float], dict[str, float]]:
             "eval_loss": loss,
             "eval_largest": np.mean(np.max(full["x"], axis=-1)),
         }
-
-
-def _config():
-    from ml_collections import ConfigDict
-
-    return ConfigDict({"steps": 1, "batch_size": BATCH, "eval_every": 1})
 
 
 COUNTS = [1, 5, 15, 16, 17, 33]

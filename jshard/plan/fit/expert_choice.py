@@ -10,22 +10,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
+from ml_collections import ConfigDict
 
-from jshard.plan.fit.memory_choice import Candidate, is_open
+from jshard.plan.fit.memory_choice import Candidate
 from jshard.plan.start_up import traffic
-from jshard.recipe.config.run_config import Config
-from jshard.recipe.config.shared_keys import FIT
+from jshard.recipe.config.overrides import with_values
+from jshard.recipe.config.settings import FIT, settings_of
 from jshard.sharding.settings.mesh import EXPERT, hosts_of
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes
 
 
 def with_experts(
-    config: Config,
+    config: ConfigDict,
     devices: Sequence[Any],
-    trace: Callable[[Config], tuple[core.Jaxpr, dict[str, int]]],
+    trace: Callable[[ConfigDict], tuple[core.Jaxpr, dict[str, int]]],
     hosts: Sequence[int] | None = None,
-) -> tuple[Config, str]:
+) -> tuple[ConfigDict, str]:
     """Returns the config with a number of devices that share experts, and the reason.
 
     Args:
@@ -38,7 +39,7 @@ def with_experts(
     Raises:
       UserError: No number is possible; says why two are not.
     """
-    if config.mesh.expert != FIT:
+    if settings_of(config).mesh.expert != FIT:
         return config, ""
     of_host = hosts_of(devices, hosts)
     most = min(of_host.count(host) for host in of_host)
@@ -46,7 +47,8 @@ def with_experts(
     refused = ""
     for number in (n for n in range(1, most + 1) if most % n == 0):
         candidate = _with(config, number)
-        if is_open(candidate):  # the choice by memory comes later, for this mesh
+        # The choice by memory comes later, for this mesh.
+        if settings_of(candidate).policy.open_keys:
             candidate = Candidate("full", 1).apply(candidate)
         try:
             jaxpr, sizes = trace(candidate)
@@ -67,8 +69,5 @@ def with_experts(
     return _with(config, chosen), text if others else ""
 
 
-def _with(config: Config, number: int) -> Config:
-    chosen = config.copy_and_resolve_references()
-    with chosen.ignore_type():
-        chosen.mesh.expert = number
-    return chosen
+def _with(config: ConfigDict, number: int) -> ConfigDict:
+    return with_values(config, {"mesh.expert": number})

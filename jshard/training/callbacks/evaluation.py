@@ -39,9 +39,9 @@ class Evaluation:
 
     def after_step(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation; none if there is none to make."""
-        config = self.run.config
-        if config.eval_every and (
-            step == config.steps or step % config.eval_every == 0
+        settings = self.run.settings
+        if settings.eval_every and (
+            step == settings.steps or step % settings.eval_every == 0
         ):
             return self.evaluate(step)
         return {}
@@ -83,9 +83,9 @@ def prepare_evaluation(
     fsdp, loss_fn, reader = run.job.fsdp, run.job.recipe.loss_fn, run.reader()
     steps = {} if steps is None else steps
     if loss_fn not in steps:
-        steps[loss_fn] = fsdp.eval_step(loss_fn, run.config.seed)
+        steps[loss_fn] = fsdp.eval_step(loss_fn, run.settings.seed)
     eval_step = steps[loss_fn]
-    limit = run.config.eval_batches or None
+    limit = run.settings.eval_batches or None
     sets = data if isinstance(data, Mapping) else {"": data}
 
     def total_of(state: TrainState, dataset: Dataset | None) -> Any:
@@ -130,7 +130,7 @@ def prepare_evaluation(
     any_set = next(iter(traced.values()))
     own = {"": ("loss", *any_set.metrics, *(tasks.names if tasks else ()))}
     own |= {name: ("loss", *means.metrics) for name, means in traced.items() if name}
-    _check_names(own, run.config.checkpoint.best, run.abstract_state.ema is not None)
+    _check_names(own, run.settings.checkpoint.best, run.abstract_state.ema is not None)
     return evaluate
 
 
