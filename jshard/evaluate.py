@@ -129,7 +129,7 @@ def run_evaluate(argv: list[str]) -> None:
 
 def _tokenizer(model: TrainedModel, given: Path | None) -> Tokenizer:
     """Returns the model's tokenizer; a UserError if nothing says which it is."""
-    named = is_huggingface(model.path) or "tokenizer" in model.config.get("data", {})
+    named = is_huggingface(model.path) or model.text.tokenizer is not None
     if given is None and not named:
         raise UserError(
             f"--model={model.path}: the run's config names no data.tokenizer: give "

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from ml_collections import ConfigDict
 
 import compiling
 import gspmd
 from jshard.plan import tracing_for
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
-from jshard.recipe.config.run_config import Config
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.settings.mesh import BATCH
@@ -81,7 +81,7 @@ def main() -> None:
     take_turns(answer, run, peak_bytes)
 
 
-def jshard_program(recipe: Recipe, config: Config, mesh: Mesh) -> Program:
+def jshard_program(recipe: Recipe, config: ConfigDict, mesh: Mesh) -> Program:
     """As ``jshard.train`` has it."""
     made = make_job(recipe, config, mesh)
     return Program(
@@ -92,7 +92,7 @@ def jshard_program(recipe: Recipe, config: Config, mesh: Mesh) -> Program:
     )
 
 
-def gspmd_program(recipe: Recipe, config: Config, mesh: Mesh) -> Program:
+def gspmd_program(recipe: Recipe, config: ConfigDict, mesh: Mesh) -> Program:
     """The step of benchmarks/gspmd.py, with MaxText's options where that is a GPU's."""
     with config.unlocked():
         config.model.dtype = config.policy.precision.compute
@@ -163,7 +163,7 @@ def _same(x: jax.Array) -> jax.Array:
     return x
 
 
-def _abstract_batch(config: Config, mesh: Mesh) -> Any:
+def _abstract_batch(config: ConfigDict, mesh: Mesh) -> Any:
     sharding = NamedSharding(mesh, BATCH)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

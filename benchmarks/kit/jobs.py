@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from jshard.recipe.config.run_config import Config, complete
+from ml_collections import ConfigDict
+
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.definition import Recipe
 
 _OFFLOADED = "offload:qkv+attended+hidden"
@@ -23,7 +25,7 @@ class Job:
     recipe: str
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def config(self, recipe: Recipe) -> Config:
+    def config(self, recipe: Recipe) -> ConfigDict:
         """The recipe's config with the changes."""
         config = complete(recipe.get_config(), self.recipe)
         with config.unlocked(), config.ignore_type():

@@ -20,7 +20,7 @@ import jax
 from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.fit.hardware import find_constants
-from jshard.plan.fit.memory_choice import DoesNotFit, is_open
+from jshard.plan.fit.memory_choice import DoesNotFit
 from jshard.plan.output import plan_json, plan_page, plan_text, search_text
 from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
@@ -28,6 +28,7 @@ from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
 from jshard.recipe.config.overrides import keys_help, read_words
 from jshard.recipe.config.run_config import complete, flatten
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.config.shared_keys import FITTED
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
@@ -140,11 +141,12 @@ def _plan(argv: list[str]) -> None:
             given = read_keys(recipe, words)
             config = make_config(recipe, given)
             set_epochs(recipe, config, epochs)
-            given |= {"steps": config.steps} if epochs else {}
+            settings = settings_of(config)
+            given |= {"steps": settings.steps} if epochs else {}
             if arguments.search or arguments.search_keys:
                 _search(arguments, recipe, given)
                 return
-            make_cpu_devices(config.mesh.cpu_devices)
+            make_cpu_devices(settings.mesh.cpu_devices)
             if arguments.trace and find_gpu(where) is None:
                 raise UserError(
                     f"--trace={arguments.trace}: there is no timeline: the speed of "
@@ -204,7 +206,7 @@ def _chosen(recipe: Recipe, given: dict[str, Any], where: str) -> dict[str, Any]
       DoesNotFit: no choice fits.
     """
     config = make_config(recipe, given)
-    if not is_open(config):
+    if not settings_of(config).policy.open_keys:
         return {}
     chosen = flatten(plan_recipe(recipe, config, where).program.job.config)
     return {key: chosen[key] for key in FITTED}

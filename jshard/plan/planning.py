@@ -5,6 +5,7 @@ import dataclasses
 import time
 
 import jax
+from ml_collections import ConfigDict
 
 from jshard.plan import hlo
 from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX, MXFP8, NVFP4
@@ -13,14 +14,14 @@ from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
 from jshard.plan.fit.device_memory import usable_bytes
 from jshard.plan.fit.hardware import FITTED, Constants, short_name
-from jshard.plan.fit.memory_choice import Traced, check_stages, fit, is_open
+from jshard.plan.fit.memory_choice import Candidate, Traced, check_stages, fit
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory.breakdown import Memory, memory
 from jshard.plan.program import ATTACHED, Program, trace
 from jshard.plan.start_up import has_experts, network_axes
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_mesh
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.definition import Recipe
 from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, platform
 from jshard.system.errors import UserError
@@ -94,7 +95,7 @@ class Plan:
 
 def plan_recipe(
     recipe: Recipe,
-    config: Config,
+    config: ConfigDict,
     topology: str,
     constants: Constants = FITTED,
     imbalance: float = 1.0,
@@ -120,26 +121,27 @@ def plan_recipe(
     absent = topology != ATTACHED
     there = devices(topology) if absent else jax.devices()
 
-    def traced(config: Config) -> Program:
+    def traced(config: ConfigDict) -> Program:
         return trace(recipe, config, topology, constants)
 
-    def to_fit(config: Config) -> Traced:
-        program = traced(config)
+    def to_fit(candidate: Candidate) -> Traced:
+        program = traced(candidate.apply(config))
         sizes, of_host = program.mesh.shape, hosts_of(list(program.mesh.devices.flat))
         network = network_axes(program.mesh, of_host)
-        micro = config.policy.accumulate
+        micro = candidate.accumulate
         return Traced(program.jaxpr, program.state, micro, dict(sizes), network)
 
-    def planned(config: Config) -> tuple[int, Plan]:
-        plan = make_plan(traced(config), imbalance)
+    def planned(candidate: Candidate) -> tuple[int, Plan]:
+        plan = make_plan(traced(candidate.apply(config)), imbalance)
         return plan.memory.total, plan
 
-    if not is_open(config):
+    settings = settings_of(config)
+    if not settings.policy.open_keys:
         return make_plan(traced(config), imbalance)
     mesh = make_mesh(config, there)
-    check_stages(config, mesh)
+    check_stages(settings, mesh)
     usable = parse(topology)[0].usable if absent else usable_bytes(there)
-    found = fit(config, groups_of_examples(mesh), usable, to_fit, planned)
+    found = fit(settings, groups_of_examples(mesh), usable, to_fit, planned)
     return dataclasses.replace(found.made, chosen=found.note)
 
 

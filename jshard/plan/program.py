@@ -7,11 +7,13 @@ from typing import Any
 import jax
 from jax.extend import core
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from jshard.plan.fit.hardware import FITTED, GPU, GPUS, Constants
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.policy_keys import make_policy
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.definition import Recipe
 from jshard.sharding.layout.batch import divisor_of_examples, nearest
 from jshard.sharding.settings.mesh import (
@@ -69,7 +71,7 @@ class Program:
 
 
 def trace(
-    recipe: Recipe, config: Config, topology: str, constants: Constants = FITTED
+    recipe: Recipe, config: ConfigDict, topology: str, constants: Constants = FITTED
 ) -> Program:
     """Traces a recipe's step as training would; arguments as of ``plan_recipe``.
 
@@ -80,10 +82,11 @@ def trace(
     if gpu is not None:
         gpu = dataclasses.replace(gpu, constants=constants)
     mesh = make_mesh(config, devices(topology) if absent else jax.devices())
-    check_batch_size(config, mesh)
+    policy = make_policy(config)
+    check_batch_size(settings_of(config).batch_size, policy.accumulate, mesh)
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh
-    job = make_job(recipe, config, on)
+    job = make_job(recipe, config, on, policy)
     check_precisions(job.fsdp.policy, mesh)  # of which an abstract mesh knows no GPU
     with tracing_for(gpu) if gpu and absent else nullcontext():
         state = job.abstract_state()
@@ -100,16 +103,15 @@ def find_gpu(topology: str) -> GPU | None:
     return next((gpu for gpu in GPUS.values() if gpu.name == kind), None)
 
 
-def check_batch_size(config: Config, mesh: Mesh) -> None:
+def check_batch_size(size: int, micro: int, mesh: Mesh) -> None:
     """Raises UserError unless devices and micro-batches divide the batch."""
-    micro, groups = config.policy.accumulate, groups_of_examples(mesh)
-    divisor = divisor_of_examples(mesh, micro)
-    if config.batch_size % divisor:
+    groups, divisor = groups_of_examples(mesh), divisor_of_examples(mesh, micro)
+    if size % divisor:
         who = f"{mesh.size} devices of the mesh"
         if axes := devices_of_a_sequence(mesh):
             who = f"{groups} groups of {named_sizes(axes)} devices"
         times = f" times {micro} micro-batches" if micro > 1 else ""
         raise UserError(
-            f"--config.batch_size={config.batch_size}: must be a multiple of the "
-            f"{who}{times}; use {nearest(config.batch_size, divisor)}"
+            f"--config.batch_size={size}: must be a multiple of the "
+            f"{who}{times}; use {nearest(size, divisor)}"
         )

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
+from ml_collections import ConfigDict
 
 from jshard.data.dataset import first_example
 from jshard.data.examples import count_items
 from jshard.recipe import contract
 from jshard.recipe.config.policy_keys import make_policy, parse_options
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.settings import RunSettings, settings_of
 from jshard.recipe.data import make_training_data
 from jshard.recipe.definition import Recipe
 from jshard.sharding.layout.batch import abstract_batch as of_all_processes
@@ -29,7 +30,8 @@ class Job:
     """A recipe on a mesh, before anything is allocated."""
 
     recipe: Recipe
-    config: Config
+    config: ConfigDict  # which the recipe's functions get
+    settings: RunSettings  # its other keys
     fsdp: FSDP
     optimizer: optax.GradientTransformation
     make_model: Callable[..., Any]  # of `rngs`
@@ -45,12 +47,12 @@ class Job:
     def initial_state(self, frozen: Any = None) -> TrainState:
         """Returns the state before the first step, on the devices (``FSDP.init``)."""
         return self.fsdp.init(
-            self.make_model, self.optimizer, self.config.seed, self.trainable, frozen
+            self.make_model, self.optimizer, self.settings.seed, self.trainable, frozen
         )
 
 
 def make_mesh(
-    config: Config,
+    config: ConfigDict,
     devices: Sequence[Any] | None = None,
     hosts: Sequence[int] | None = None,
 ) -> Mesh:
@@ -59,9 +61,18 @@ def make_mesh(
     return meshes.make_mesh(**sizes, devices=devices, hosts=hosts)
 
 
+def write_mesh(config: ConfigDict, mesh: Mesh) -> None:
+    """Sets the keys of `config.mesh` to the sizes of a mesh, for the record."""
+    config.mesh.fsdp = mesh.shape[meshes.FSDP]
+    for axis in (meshes.EXPERT, meshes.CONTEXT, meshes.TENSOR, meshes.PIPE):
+        config.mesh[axis] = mesh.shape.get(axis, 1)
+    with config.mesh.ignore_type():
+        config.mesh.replica = mesh.shape[meshes.REPLICA]
+
+
 def make_job(
     recipe: Recipe,
-    config: Config,
+    config: ConfigDict,
     mesh: Mesh | AbstractMesh,
     policy: Policy | None = None,
 ) -> Job:
@@ -72,7 +83,8 @@ def make_job(
     Raises:
       UserError: The config asks for something impossible.
     """
-    options = parse_options(config.compiler_options)
+    settings = settings_of(config)
+    options = parse_options(settings.compiler_options)
     units = recipe.units(config) if recipe.units else ()
     policy = policy or make_policy(config)
     fsdp = FSDP(
@@ -84,14 +96,16 @@ def make_job(
         compiler_options=options,
     )
     optimizer = contract.make_optimizer(recipe.make_optimizer, config)
-    train_step = fsdp.train_step(recipe.loss_fn, optimizer, config.seed)
+    train_step = fsdp.train_step(recipe.loss_fn, optimizer, settings.seed)
     make_model = partial(recipe.make_model, config)
     trainable = contract.trainable(recipe.trainable, config)
-    return Job(recipe, config, fsdp, optimizer, make_model, trainable, train_step)
+    return Job(
+        recipe, config, settings, fsdp, optimizer, make_model, trainable, train_step
+    )
 
 
 def abstract_batch(
-    recipe: Recipe, config: Config, mesh: Mesh | AbstractMesh
+    recipe: Recipe, config: ConfigDict, mesh: Mesh | AbstractMesh
 ) -> tuple[Any, int, str]:
     """Returns a global batch without values, the number of its items, and their unit.
 

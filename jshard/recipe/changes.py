@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.recipe.config.run_config import MEANING, Config, flatten, is_within
+from jshard.recipe.config.run_config import MEANING, flatten, is_within
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_json
 
@@ -81,8 +81,10 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]:
-    """Compares a run's config with the one that is to resume it.
+def changed_keys(
+    old: dict[str, Any], new: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Compares a run's recorded config with the one that is to resume it.
 
     Returns:
       Old and new value by flattened key, both as JSON stores them, so that a tuple
@@ -90,7 +92,7 @@ def changed_keys(old: dict[str, Any], new: Config) -> dict[str, tuple[Any, Any]]
       name and `FITTED_ON` are left out.
     """
     before = {key: value for key, value in flatten(old).items() if key != FITTED_ON}
-    after = flatten(json.loads(json.dumps(new.to_dict(), default=str)))
+    after = flatten(json.loads(json.dumps(new, default=str)))
     if "recipe" not in after:  # otherwise it is a key of the recipe's own
         before.pop("recipe", None)
     changes = {

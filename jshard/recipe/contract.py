@@ -13,8 +13,8 @@ from typing import Any
 
 import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
-from jshard.recipe.config.run_config import Config
 from jshard.recipe.schedule.learning_rate import by_step
 from jshard.system.errors import UserError
 
@@ -62,7 +62,7 @@ def check_signature(
 
 
 def make_optimizer(
-    function: Callable[[Config], Any], config: Config
+    function: Callable[[ConfigDict], Any], config: ConfigDict
 ) -> optax.GradientTransformation:
     """Returns the recipe's optimizer."""
     with _explained_warmup(config):
@@ -76,7 +76,7 @@ def make_optimizer(
 
 
 def learning_rate(
-    function: Callable[[Config], Any] | None, config: Config
+    function: Callable[[ConfigDict], Any] | None, config: ConfigDict
 ) -> Callable[[int], float] | None:
     """Returns the recipe's schedule."""
     if function is None:
@@ -97,7 +97,7 @@ def learning_rate(
 
 
 @contextlib.contextmanager
-def _explained_warmup(config: Config) -> Iterator[None]:
+def _explained_warmup(config: ConfigDict) -> Iterator[None]:
     """Says which keys leave optax's schedules no steps to decay over."""
     try:
         yield
@@ -113,7 +113,7 @@ def _explained_warmup(config: Config) -> Iterator[None]:
         ) from error
 
 
-def trainable(function: Callable[[Config], Any] | None, config: Config) -> Any:
+def trainable(function: Callable[[ConfigDict], Any] | None, config: ConfigDict) -> Any:
     """Returns the NNX filter of the recipe's trained parameters."""
     if function is None:
         return nnx.Param
@@ -127,7 +127,7 @@ def trainable(function: Callable[[Config], Any] | None, config: Config) -> Any:
 
 
 def references(
-    function: Callable[[Config], Any] | None, config: Config
+    function: Callable[[ConfigDict], Any] | None, config: ConfigDict
 ) -> dict[str, float]:
     """Returns the recipe's reference losses by name."""
     if function is None:
@@ -145,7 +145,7 @@ def references(
 
 
 def flops_per_token(
-    function: Callable[[Config], Any] | None, config: Config
+    function: Callable[[ConfigDict], Any] | None, config: ConfigDict
 ) -> float | None:
     """Returns the recipe's FLOPs of one token, forward and backward."""
     if function is None:
@@ -157,7 +157,7 @@ def flops_per_token(
 
 
 def sample(
-    function: Callable[[Config], Any] | None, config: Config
+    function: Callable[[ConfigDict], Any] | None, config: ConfigDict
 ) -> tuple[Callable[..., Any], Any, Callable[..., str]] | None:
     """Returns the recipe's `(generate, prompts, decode)`."""
     found = function(config) if function is not None else None
@@ -181,7 +181,7 @@ def sample(
 
 
 def precompute(
-    function: Callable[[Config], Any] | None, config: Config
+    function: Callable[[ConfigDict], Any] | None, config: ConfigDict
 ) -> Callable[..., Any] | None:
     """Returns what the recipe computes once for each example."""
     found = function(config) if function is not None else None
@@ -194,7 +194,7 @@ def precompute(
 
 
 def sample_images(
-    function: Callable[[Config], Any] | None, config: Config
+    function: Callable[[ConfigDict], Any] | None, config: ConfigDict
 ) -> tuple[Callable[..., Any], Any, Callable[..., str]] | None:
     """Returns the recipe's `(predict, batch, caption)`."""
     found = function(config) if function is not None else None

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jshard.data.dataset import Dataset, Sets, as_dataset, as_sets
-from jshard.recipe.config.run_config import Config
 from jshard.system.errors import UserError
 
 
 def make_training_data(
-    make_data: Callable[[Config, str], Any], config: Config
+    make_data: Callable[[ConfigDict, str], Any], config: ConfigDict
 ) -> Dataset:
     """Returns a recipe's training data; a UserError if it is missing or no dataset."""
     data = as_dataset(make_data(config, "train"), config.seed, repeat=True)
@@ -19,7 +20,7 @@ def make_training_data(
 
 
 def make_validation_data(
-    make_data: Callable[[Config, str], Any], config: Config
+    make_data: Callable[[ConfigDict, str], Any], config: ConfigDict
 ) -> Sets | None:
     """Returns a recipe's validation data, or None without data or evaluations."""
     if not config.eval_every:

@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jshard.recipe.config.run_config import Config
+from ml_collections import ConfigDict
+
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.model_map import check_map, declare_source, hide_source
 from jshard.recipe.recipe_path import join_path, short_name
@@ -72,22 +73,22 @@ class Recipe:
 
     file: Path | None
     argument: str | None
-    get_config: Callable[[], Config]
+    get_config: Callable[[], ConfigDict]
     make_model: Callable[..., Any]
-    make_optimizer: Callable[[Config], Any]
+    make_optimizer: Callable[[ConfigDict], Any]
     loss_fn: Callable[..., Any]
-    make_data: Callable[[Config, str], Any]
-    learning_rate: Callable[[Config], Callable[[int], Any]] | None = None
-    references: Callable[[Config], dict[str, float]] | None = None
-    flops_per_token: Callable[[Config], float] | None = None
-    sample: Callable[[Config], tuple[Callable, Any, Callable] | None] | None = None
+    make_data: Callable[[ConfigDict, str], Any]
+    learning_rate: Callable[[ConfigDict], Callable[[int], Any]] | None = None
+    references: Callable[[ConfigDict], dict[str, float]] | None = None
+    flops_per_token: Callable[[ConfigDict], float] | None = None
+    sample: Callable[[ConfigDict], tuple[Callable, Any, Callable] | None] | None = None
     predict_fn: Callable[..., Any] | None = None
-    precompute: Callable[[Config], Any] | None = None
-    sample_images: Callable[[Config], Any] | None = None
-    units: Callable[[Config], Any] | None = None
-    tensor_splits: Callable[[Config], Any] | None = None
-    sequences: Callable[[Config], Any] | None = None
-    trainable: Callable[[Config], Any] | None = None
+    precompute: Callable[[ConfigDict], Any] | None = None
+    sample_images: Callable[[ConfigDict], Any] | None = None
+    units: Callable[[ConfigDict], Any] | None = None
+    tensor_splits: Callable[[ConfigDict], Any] | None = None
+    sequences: Callable[[ConfigDict], Any] | None = None
+    trainable: Callable[[ConfigDict], Any] | None = None
     huggingface: types.ModuleType | None = None
     timm: types.ModuleType | None = None
 

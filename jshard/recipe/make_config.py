@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard.recipe.config.overrides import override, read_words
+from ml_collections import ConfigDict
+
+from jshard.recipe.config.overrides import override, read_words, with_values
 from jshard.recipe.config.run_config import (
-    Config,
     check,
     complete,
     declarations,
@@ -18,6 +19,7 @@ from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import IGNORED, SOURCE, require_map, take_architecture
 from jshard.storage.hub.online.download import pin, pin_mixture
 from jshard.system.cli.knob import Knob
+from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_json
 
 
@@ -37,7 +39,7 @@ def read_keys(
 
 def make_config(
     recipe: Recipe, overrides: Mapping[str, Any], workdir: Path | None = None
-) -> Config:
+) -> ConfigDict:
     """Returns a recipe's config with overrides applied, complete and checked.
 
     `model.from` sets the keys of the architecture first, so that those that are given
@@ -57,7 +59,50 @@ def make_config(
     return config
 
 
-def changed_keys(recipe: Recipe, config: Config) -> list[str]:
+def recorded_config(
+    recipe: Recipe, recorded: Mapping[str, Any], step: Path, given: Mapping[str, Any]
+) -> ConfigDict:
+    """Returns a recipe's config with the values that a run recorded.
+
+    Args:
+      recipe: The run's.
+      recorded: The config in a checkpoint of the run.
+      step: The checkpoint, for messages.
+      given: Values by dotted key that take the place of the run's.
+
+    Raises:
+      UserError: As of `take_recorded`.
+    """
+    config = complete(recipe.get_config(), recipe.name)
+    take_recorded(config, recorded, step)
+    return with_values(config, given)
+
+
+def take_recorded(config: ConfigDict, recorded: Mapping[str, Any], step: Path) -> None:
+    """Sets the keys of a recipe's config to the values in a run's checkpoint.
+
+    Raises:
+      UserError: The checkpoint has a value where the recipe has a group of keys, or a
+        group where it has a value.
+    """
+    with config.unlocked(), config.ignore_type():
+        for name, value in recorded.items():
+            if name not in config:
+                continue  # the recipe was edited since
+            is_group = isinstance(config[name], ConfigDict)
+            if is_group != isinstance(value, Mapping):
+                raise UserError(
+                    f"checkpoint {step}: its config has {name}={str(value)[:80]}, and "
+                    f"the recipe has {'a group' if is_group else 'a value'} there: the "
+                    "run was of another recipe"
+                )
+            if is_group:
+                take_recorded(config[name], value, step)
+            else:
+                config[name] = tuple(value) if isinstance(value, list) else value
+
+
+def changed_keys(recipe: Recipe, config: ConfigDict) -> list[str]:
     """Returns the keys of a complete config whose values are not the recipe's."""
     defaults = {key: declared.default for key, declared in DEFAULTS.items()}
     defaults |= flatten(recipe.get_config())
@@ -68,7 +113,7 @@ def changed_keys(recipe: Recipe, config: Config) -> list[str]:
     ]
 
 
-def pin_names(config: Config, workdir: Path | None) -> None:
+def pin_names(config: ConfigDict, workdir: Path | None) -> None:
     """Adds to names on the Hugging Face Hub in a config the commits they stand for.
 
     Those that a run in the folder has recorded stay, so that it is resumed with them.
@@ -109,7 +154,9 @@ def _pinned(
     return names
 
 
-def _defaults(recipe: Recipe, given: Mapping[str, Any], workdir: Path | None) -> Config:
+def _defaults(
+    recipe: Recipe, given: Mapping[str, Any], workdir: Path | None
+) -> ConfigDict:
     """Returns a recipe's config, with the architecture of `model.from` if it is given.
 
     Raises:

@@ -31,7 +31,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jshard.recipe.config.keys import Key
-from jshard.recipe.config.run_config import Config, declarations
+from jshard.recipe.config.run_config import declarations
 from jshard.storage.hub import huggingface_folder as folders
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.online.download import cached_path, local_path
@@ -54,11 +54,11 @@ _FREE = ("sequence_length", "context_length")
 # The keys `model.from` and `model.ignore`, which a recipe's own functions do not see.
 
 
-def declare_source(get_config: Callable[[], Config]) -> Callable[[], Config]:
+def declare_source(get_config: Callable[[], ConfigDict]) -> Callable[[], ConfigDict]:
     """Adds these keys to the config that a recipe's function returns."""
 
     @functools.wraps(get_config)
-    def call() -> Config:
+    def call() -> ConfigDict:
         config = get_config()
         if isinstance(config, ConfigDict):
             if not isinstance(config.get("model"), ConfigDict):
@@ -89,7 +89,7 @@ def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def call(config: Config, *rest: Any) -> Any:
+    def call(config: ConfigDict, *rest: Any) -> Any:
         if isinstance(config.get("model"), ConfigDict) and FROM in config.model:
             config = config.copy_and_resolve_references()
             with config.unlocked():
@@ -103,7 +103,7 @@ def hide_source(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def take_architecture(
-    config: Config, map_of: Callable[[Path], types.ModuleType], workdir: Path | None
+    config: ConfigDict, map_of: Callable[[Path], types.ModuleType], workdir: Path | None
 ) -> None:
     """Sets the keys `model.*` as the folder that `model.from` names says.
 
@@ -223,7 +223,7 @@ def _recorded(workdir: Path, source: str) -> dict[str, Any] | None:
     return None
 
 
-def _set(group: Config, key: str, value: Any) -> None:
+def _set(group: ConfigDict, key: str, value: Any) -> None:
     if isinstance(group.get(key), float) and type(value) is int:
         value = float(value)
     if isinstance(value, list):  # from JSON
@@ -236,7 +236,7 @@ def _set(group: Config, key: str, value: Any) -> None:
 
 
 def find_map(
-    config: Config, huggingface: types.ModuleType | None, recipe: str, path: Path
+    config: ConfigDict, huggingface: types.ModuleType | None, recipe: str, path: Path
 ) -> dict[str, FileTensor] | None:
     """Returns where the arrays of a model lie in the Hugging Face folder ``path``.
 

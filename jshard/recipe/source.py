@@ -97,7 +97,7 @@ def find_source(
     Raises:
       UserError: Something is missing, or of another model.
     """
-    recipe, given = job.recipe, job.config.checkpoint
+    recipe, given = job.recipe, job.settings.checkpoint
     text = given.restore
     if checkpoint is not None:
         recorded = frozen.source_of(checkpoint)

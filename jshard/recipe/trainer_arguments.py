@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from jshard.data.iterables import Once
 from jshard.data.places import state_methods
 from jshard.recipe.config.overrides import override
-from jshard.recipe.config.run_config import Config, check, complete, epochs_in, flatten
+from jshard.recipe.config.run_config import check, complete, epochs_in, flatten
 from jshard.recipe.config.shared_keys import REQUIRED, SHARED
 from jshard.recipe.contract import ARGUMENTS, check_signature
 from jshard.recipe.definition import Recipe, recipe_of
@@ -97,7 +97,7 @@ def recipe_of_parts(
     return dataclasses.replace(opened, **checked), within
 
 
-def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
+def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> ConfigDict:
     """Returns a run's config, complete and checked.
 
     Args:
@@ -126,7 +126,7 @@ def config_of(recipe: Recipe, config: Any, workdir: Path | None) -> Config:
     return whole
 
 
-def _only_shared_keys(values: Mapping[str, Any], recipe: str) -> Config:
+def _only_shared_keys(values: Mapping[str, Any], recipe: str) -> ConfigDict:
     """Returns the config of a recipe that has none."""
     for key in values:
         if key not in SHARED:

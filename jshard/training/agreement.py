@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from jshard.data.iterables import Stream
-from jshard.recipe.config.run_config import Config, flatten
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import own_modules
 from jshard.system.compat.versions import versions
@@ -146,7 +145,7 @@ def facts_of_jax() -> Facts:
 
 def facts_of(
     recipe: Recipe,
-    config: Config,
+    config: Mapping[str, Any],
     workdir: str,
     start: Start,
     state: Any,
@@ -154,12 +153,13 @@ def facts_of(
 ) -> Facts:
     """Returns what must be the same in all processes of a job.
 
-    `state` may be abstract, and `datasets` holds None for an unused split.
+    `config` has all keys, flattened; `state` may be abstract, and `datasets` holds None
+    for an unused split.
     """
     checkpoint = start.checkpoint.name if start.checkpoint else "none"
     return {
         "--workdir": {"": workdir},
-        "config": {key: repr(value) for key, value in flatten(config).items()},
+        "config": {key: repr(value) for key, value in config.items()},
         "package": versions(),
         "code": _code(recipe),
         "parameter": {

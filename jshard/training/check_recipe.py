@@ -15,6 +15,8 @@ from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
 from jshard.inference.evaluate.in_runs import RunTasks
 from jshard.recipe import contract
+from jshard.recipe.config.run_config import flatten
+from jshard.recipe.config.text_keys import text_keys
 from jshard.recipe.data import make_training_data, make_validation_data
 from jshard.recipe.schedule.epochs import describe_epoch
 from jshard.sharding.settings.state import TrainState
@@ -37,8 +39,9 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     Raises:
       UserError: Something of it is wrong, or differs between the processes.
     """
-    job, config, peers = run.job, run.config, run.peers
+    job, settings, peers = run.job, run.settings, run.peers
     recipe, abstract_state, reader = job.recipe, run.abstract_state, run.reader()
+    config = job.config  # which the recipe's functions get
     with noted() as taken:
         train_data = make_training_data(recipe.make_data, config)
         eval_data = make_validation_data(recipe.make_data, config)
@@ -52,7 +55,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
         train_data,
         saved,
         start_step=start.step,
-        num_steps=config.steps,
+        num_steps=settings.steps,
         first_example=examples,
         **reader,
     )
@@ -63,7 +66,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
     once = contract.precompute(recipe.precompute, config)
     sample = contract.sample(recipe.sample, config)
     pictures = contract.sample_images(recipe.sample_images, config)
-    read = _note(train_data, saved, first.state, start, processes, config.batch_size)
+    read = _note(train_data, saved, first.state, start, processes, settings.batch_size)
     checked = RecipeFunctions(
         batches=following,
         learning_rate=contract.learning_rate(recipe.learning_rate, config),
@@ -76,7 +79,7 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
             rows=rows_of_epoch(train_data),
         ),
         precompute=once
-        and (lambda state: precompute(once, job.fsdp, state, data, config)),
+        and (lambda state: precompute(once, job.fsdp, state, data, settings)),
         sample=sample and prepare_sample(run, *sample),
         pictures=pictures and prepare_pictures(run, *pictures),
         evaluate=_prepare_evaluation(run, start, eval_data),
@@ -86,11 +89,11 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
         find_cause=_cause_finder(run, start.step, examples, train_data),
         note=("\n" + " " * 16).join(filter(None, [read, *taken])),
     )
-    check_loggers(config)
-    if config.checkpoint.every and run.bucket is None:
+    check_loggers(settings.logger)
+    if settings.checkpoint.every and run.bucket is None:
         trained = dataclasses.replace(abstract_state, frozen=nnx.State({}))
         check_room(
-            run.workdir, trained if config.checkpoint.restore else abstract_state
+            run.workdir, trained if settings.checkpoint.restore else abstract_state
         )
     return checked
 
@@ -123,23 +126,23 @@ def _check_agreement(run: PreparedRun, start: Start, data: Mapping[str, Any]) ->
     """Raises a UserError if the processes are about to do different things."""
     if run.peers.count == 1:
         return
-    facts = facts_of(
-        run.job.recipe, run.config, run.shown, start, run.abstract_state, data
-    )
+    job, keys = run.job, flatten(run.job.config)
+    facts = facts_of(job.recipe, keys, run.shown, start, run.abstract_state, data)
     agree(run.peers, facts)
-    if run.config.checkpoint.every and run.bucket is None:
+    if run.settings.checkpoint.every and run.bucket is None:
         check_shared(run.peers, run.workdir / "logs")
 
 
 def _prepare_evaluation(
     run: PreparedRun, start: Start, data: Any
 ) -> Callable[[TrainState], dict[str, float]] | None:
-    if not run.config.eval_every:
+    if not run.settings.eval_every:
         return None
     tasks = None
-    if run.config.eval_tasks:
+    if run.settings.eval_tasks:
         run.peers.at("reading tasks", start.step)
-        tasks = RunTasks(run.config, run.job.fsdp, run.abstract_state)
+        keys = text_keys(run.job.config)
+        tasks = RunTasks(run.settings, keys, run.job.fsdp, run.abstract_state)
     run.peers.at("reading the first evaluation batch", start.step)
     return prepare_evaluation(run, data, tasks=tasks)
 
@@ -157,7 +160,7 @@ def _cause_finder(
             data,
             start_step=step - 1,
             num_steps=step,
-            first_example=examples + (step - 1 - done) * run.config.batch_size,
+            first_example=examples + (step - 1 - done) * run.settings.batch_size,
             num_threads=0,
             **run.reader(),
         )

@@ -7,7 +7,6 @@ from contextlib import closing, contextmanager
 import jax
 
 from jshard.plan.start_up import describe
-from jshard.recipe.config.run_config import Config
 from jshard.recipe.make_config import changed_keys
 from jshard.sharding.layout.batch import abstract_batch
 from jshard.storage.checkpoint.restore import CHECKPOINTS
@@ -37,14 +36,15 @@ from jshard.training.run.start import Start
 
 @contextmanager
 def displayed(
-    config: Config, peers: Peers, waited: Mapping[str, float]
+    steps: int, peers: Peers, waited: Mapping[str, float]
 ) -> Iterator[ProgressDisplay]:
     """Shows a run's progress within it, and what its first process waits for.
 
-    `waited` has the seconds that the process has spent so far, by what it did.
+    `steps` is its length, and `waited` has the seconds that the process has spent so
+    far, by what it did.
     """
     first = peers.index == 0
-    with ProgressDisplay(config.steps, enabled=first, waited=waited) as display:
+    with ProgressDisplay(steps, enabled=first, waited=waited) as display:
         peers.shown = display.at
         try:
             yield display
@@ -110,7 +110,7 @@ def train(
         display.say("\n".join(filter(None, (start.message, note, profile.note))))
         folder.note(
             recipe=run.job.recipe.path,
-            changed=changed_keys(run.job.recipe, run.config),
+            changed=changed_keys(run.job.recipe, run.job.config),
             start_up=note,
             references=recipe.references,
         )
@@ -166,7 +166,7 @@ def _end_at_best(run: PreparedRun, keeps_state: bool) -> str:
 
     That is "" of a run that keeps none.
     """
-    options = run.config.checkpoint
+    options = run.settings.checkpoint
     if not options.best:
         return ""
     if options.load_best and keeps_state:
@@ -181,7 +181,7 @@ def _find_start(run: PreparedRun) -> Start | None:
     if first:
         check_unlocked(run.workdir)
     start = run.find_start()
-    if start.step < run.config.steps and not start.stopped:
+    if start.step < run.settings.steps and not start.stopped:
         return _find_start(run) if run.claim() else start
     if first:
         finish_folder(run.workdir)
@@ -192,7 +192,7 @@ def _find_start(run: PreparedRun) -> Start | None:
     if not start.held:
         run.state = None  # the folder's is newer
     why = f", stopped: {start.stopped}" if start.stopped else ""
-    steps = f"step {start.step} of {run.config.steps}"
+    steps = f"step {start.step} of {run.settings.steps}"
     show(f"nothing to do: {run.shown} is at {steps}{why}")
     return None
 
@@ -208,7 +208,7 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
         agree_on_program(run.peers, step.lower().as_text())
     more = {"memory": run.chosen, "data": recipe.note}
     if run.copies is not None:
-        more["local copies"] = run.copies.describe(run.config.checkpoint.local)
+        more["local copies"] = run.copies.describe(run.settings.checkpoint.local)
     if run.peers.count > 1 and jax.default_backend() == "cpu":
         # Only process 0 writes, and on CPUs the others look for other keys.
         more["cache"] = "on CPUs JAX caches programs for process 0 only"
@@ -218,7 +218,8 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
 def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
     return RunFolder(
         run.workdir,
-        run.config,
+        run.recorded,
+        logger=run.settings.logger,
         recipe=run.job.recipe.name,
         fitted_on=run.fitted_on,
         resume_from=start.step if start.resumes else None,

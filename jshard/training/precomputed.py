@@ -13,7 +13,7 @@ from jshard.data.batches import batches, complete, eval_batches
 from jshard.data.dataset import Dataset
 from jshard.data.examples import count_rows
 from jshard.data.iterables import Stream
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.settings import RunSettings
 from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
@@ -88,7 +88,7 @@ def precompute(
     fsdp: FSDP,
     state: TrainState,
     data: Mapping[str, Dataset | None],
-    config: Config,
+    settings: RunSettings,
 ) -> Precomputed:
     """Computes the values of all examples that a run reads; all processes call it.
 
@@ -100,7 +100,7 @@ def precompute(
     step, part = fsdp.predict_step(fn), rows_of_process(fsdp.mesh, whole=True)
     values: dict[bytes, list] = {}
     names: list[str] = []
-    for batch in _all_batches(data, config):
+    for batch in _all_batches(data, settings):
         rows = _own_rows(batch, fsdp.mesh.size, *part)
         compute = lambda rows=rows: fsdp.fetch(step(state, fsdp.shard_examples(rows)))
         found = None
@@ -119,7 +119,7 @@ def precompute(
 
 
 def _all_batches(
-    data: Mapping[str, Any], config: Config
+    data: Mapping[str, Any], settings: RunSettings
 ) -> Iterator[Mapping[str, Any]]:
     """Yields global batches of all splits, as far as the run reads them."""
     if any(isinstance(x, Stream) for x in data.values()):
@@ -127,12 +127,12 @@ def _all_batches(
             "values are computed once for examples that are read again: give make_data "
             "that returns a list or a grain.MapDataset, not a stream"
         )
-    size = config.batch_size
+    size = settings.batch_size
     training = batches(
-        data["train"], batch_size=size, start_step=0, num_steps=config.steps
+        data["train"], batch_size=size, start_step=0, num_steps=settings.steps
     )
-    yield from complete(training, config.steps)
-    limit = config.eval_batches or None
+    yield from complete(training, settings.steps)
+    limit = settings.eval_batches or None
     for name, one in data.items():
         if name != "train" and one is not None:
             for batch in eval_batches(one, batch_size=size, max_batches=limit):

@@ -62,7 +62,7 @@ def predictions(
       UserError: There are no examples, or several processes share a stream.
     """
     devices, processes = run.job.fsdp.mesh.size, jax.process_count()
-    size = -(-run.config.batch_size // devices) * devices // processes
+    size = -(-run.settings.batch_size // devices) * devices // processes
     waiting: Any = None
     part = rows_of_process(run.job.fsdp.mesh, whole=True)
     for batch, count in _batches(data, size, *part):

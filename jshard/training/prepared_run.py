@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from jshard.data.batches import Batch
 from jshard.data.position import position_files, read_position
@@ -15,7 +16,7 @@ from jshard.data.stream_state import read_state, state_files
 from jshard.plan.fit.fitted import fitted_on, make_fitted_job
 from jshard.recipe import contract
 from jshard.recipe.build import Job, make_job, make_mesh
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.settings import RunSettings, settings_of
 from jshard.recipe.definition import Recipe
 from jshard.recipe.source import Source, find_source
 from jshard.sharding.layout.batch import rows_of_process
@@ -38,6 +39,7 @@ class PreparedRun:
 
     Attributes:
       job: The recipe on its mesh; its config has no open keys.
+      settings: What the run is, besides its recipe's own keys.
       abstract_state: The state, as `ShapeDtypeStruct`s.
       workdir: The run's folder.
       peers: The processes that train together.
@@ -55,6 +57,7 @@ class PreparedRun:
     """
 
     job: Job
+    settings: RunSettings
     abstract_state: TrainState
     workdir: Path
     peers: Peers
@@ -68,9 +71,9 @@ class PreparedRun:
     precomputed: Precomputed | None = None
 
     @property
-    def config(self) -> Config:
-        """The job's config."""
-        return self.job.config
+    def recorded(self) -> dict[str, Any]:
+        """All keys of the run's config, as its `config.json` has them."""
+        return self.job.config.to_dict()
 
     @property
     def shown(self) -> str:
@@ -94,7 +97,8 @@ class PreparedRun:
             self.bucket.refresh()
         return find_start(
             self.workdir,
-            self.config,
+            self.settings,
+            self.recorded,
             self.peers,
             self.abstract_state,
             held,
@@ -107,7 +111,7 @@ class PreparedRun:
 
         Returns whether another run has saved or deleted steps meanwhile.
         """
-        if self.bucket is None or not self.config.checkpoint.every:
+        if self.bucket is None or not self.settings.checkpoint.every:
             return False
         changed = self.peers.index == 0 and self.bucket.claim()
         return bool(self.peers.publish("claimed", "changed" * changed))
@@ -144,7 +148,7 @@ class PreparedRun:
         self.state = None  # never two at once
         self.state = source.restore(self.abstract_state)
         number = int(folder.stem)  # the name may have a suffix
-        self.examples = read_position(folder, number, self.config.batch_size)
+        self.examples = read_position(folder, number, self.settings.batch_size)
         self.stream_state = read_state(folder)
 
     def train_step(self, step: int, batch: Batch) -> Mapping[str, jax.Array]:
@@ -156,12 +160,12 @@ class PreparedRun:
             sharded = self.job.fsdp.shard_batch(self.filled(batch.rows))
             self.state, metrics = self.job.train_step(self.state, sharded)
         self.stream_state = batch.state
-        self.examples += self.config.batch_size
+        self.examples += self.settings.batch_size
         return metrics
 
     def filled(self, rows: Any) -> Any:
         """Returns rows of a batch with what was computed for them once, if anything."""
-        if contract.precompute(self.job.recipe.precompute, self.config) is None:
+        if contract.precompute(self.job.recipe.precompute, self.job.config) is None:
             return rows
         if self.precomputed is None:
             self.precomputed = Precomputed.read(self.workdir)
@@ -178,13 +182,13 @@ class PreparedRun:
         """Returns the arguments of `batches` that select this process's part."""
         # A process reads the rows of its devices' place in the mesh.
         part, parts = rows_of_process(self.job.fsdp.mesh)
-        size = self.config.batch_size
+        size = self.settings.batch_size
         return {"batch_size": size, "process_index": part, "process_count": parts}
 
 
 def prepare_run(
     recipe: Recipe,
-    config: Config,
+    config: ConfigDict,
     workdir: Path,
     peers: Peers,
     mesh: Mesh | None = None,
@@ -199,8 +203,8 @@ def prepare_run(
     Raises:
       UserError: The config asks for something impossible.
     """
-    stuck = None if config.watch.stuck == "auto" else config.watch.stuck
-    peers.limit(config.watch.silence, stuck)
+    settings = settings_of(config)
+    peers.limit(settings.watch.silence, settings.watch.limit)
     peers.open_log(workdir)
     peers.at("setting up", 0)
     if peers.count > 1:
@@ -215,9 +219,11 @@ def prepare_run(
     state = job.abstract_state()
     check_capacity(state, job.fsdp.mesh.local_devices)
     copies = None
-    if config.checkpoint.local:
-        root = Path(config.checkpoint.local_dir).expanduser()
+    if settings.checkpoint.local:
+        root = Path(settings.checkpoint.local_dir).expanduser()
         # A run in a bucket has a new local folder on each start.
         name = bucket.url if bucket else str(workdir.absolute())
         copies = LocalCopies(root, name, state, peers)
-    return PreparedRun(job, state, workdir, peers, chosen, hosts, bucket, copies)
+    return PreparedRun(
+        job, job.settings, state, workdir, peers, chosen, hosts, bucket, copies
+    )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 from jshard.recipe.config.overrides import keys_help
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
 from jshard.recipe.schedule.epochs import set_epochs, take_epochs
@@ -47,9 +48,9 @@ def train(
         words |= json.loads(peers.publish("names", json.dumps(names)))
         keys = read_keys(recipe, words, folder)
         config = make_config(recipe, keys, folder)
-        make_cpu_devices(config.mesh.cpu_devices)
-        stuck = config.watch.stuck
-        limit_collectives(None if stuck == "auto" else stuck)
+        settings = settings_of(config)
+        make_cpu_devices(settings.mesh.cpu_devices)
+        limit_collectives(settings.watch.limit)
         several = len(set(peers.hosts)) > 1
         cache_compilations(folder if several and bucket is None else None)
         starting = time.time()

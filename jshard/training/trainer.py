@@ -13,20 +13,16 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from jshard.data.dataset import as_dataset, as_sets
+from jshard.recipe.build import write_mesh
 from jshard.recipe.config.policy_keys import write_policy
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.data import make_training_data
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.mesh import (
-    CONTEXT,
-    EXPERT,
-    FSDP,
-    PIPE,
-    REPLICA,
-    TENSOR,
     check_mesh,
 )
 from jshard.sharding.settings.policy import Policy
@@ -114,14 +110,9 @@ class Trainer:
         self._is_within = False
         with self._within():
             path, self._bucket = open_workdir(workdir or None)
-            self.config: Config = config_of(self._recipe, config, path)
+            self.config: ConfigDict = config_of(self._recipe, config, path)
         if mesh is not None:
-            shape = check_mesh(mesh).shape
-            self.config.mesh.fsdp = shape[FSDP]
-            for axis in (EXPERT, CONTEXT, TENSOR, PIPE):
-                self.config.mesh[axis] = shape.get(axis, 1)
-            with self.config.mesh.ignore_type():
-                self.config.mesh.replica = shape[REPLICA]
+            write_mesh(self.config, check_mesh(mesh))
         if policy is not None:
             write_policy(self.config, policy)
         self._mesh, self._policy = mesh, policy
@@ -163,7 +154,8 @@ class Trainer:
         started = started or time.time()
         with self._within(), self._peers.watching():
             hooks = Hooks(self, self._peers, **self._hooks)
-            with displayed(self.config, self._peers, waited or {}) as display:
+            steps = settings_of(self.config).steps
+            with displayed(steps, self._peers, waited or {}) as display:
                 train(
                     self._ready(),
                     display,
@@ -260,7 +252,7 @@ class Trainer:
             run = self._with_state(step)
             if isinstance(data, str):
                 data = self._recipe.make_data(self.config, data)
-            dataset = as_dataset(data, self.config.seed, repeat=False)
+            dataset = as_dataset(data, run.settings.seed, repeat=False)
             if dataset is None:
                 raise UserError("predict: there are no data")
             fn = fn or self._recipe.predict_fn or predict_inputs
@@ -285,7 +277,7 @@ class Trainer:
             if data is None:
                 raise UserError(f"there are no {split} data: give {split}_data")
             trained = lambda: make_training_data(self._recipe.make_data, self.config)
-            sets = as_sets(data, self.config.seed, trained)
+            sets = as_sets(data, run.settings.seed, trained)
             return prepare_evaluation(run, sets, self._steps)(run.state)
 
     @contextmanager
@@ -312,7 +304,8 @@ class Trainer:
                 self._policy,
                 self._bucket,
             )
-            self.config = self._run.config  # what was open is chosen
+            self.config = self._run.job.config  # what was open is chosen
+        self._run.settings = settings_of(self._run.job.config)  # a key may be set since
         return self._run
 
     def _with_state(self, step: str | int | None = None) -> PreparedRun:

@@ -23,6 +23,7 @@ from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import FORMATS, EncodedImage
 from jshard.recipe.changes import read_notes
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.settings import settings_of
 from jshard.storage.checkpoint.buckets import step_list
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.storage.checkpoint.restore import restore_state
@@ -92,7 +93,7 @@ def run_reader(folder: Path, name: str = "notes.json"):
     def read() -> None:
         write_report(folder)
         read_notes(folder)
-        find_start(folder, config, Peers())
+        find_start(folder, settings_of(config), config.to_dict(), Peers())
 
     return folder / name, strategy, read
 

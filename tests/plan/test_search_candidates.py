@@ -33,14 +33,14 @@ from jshard.plan.search.estimates import (
 from jshard.plan.search.outcomes import Outcome, pareto
 from jshard.plan.topology import parse
 from jshard.recipe.config.overrides import override
-from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.run_config import complete, flatten
 from jshard.sharding.settings.mesh import AXES, BATCH
 
 
 def config(**changes):
     made = complete(ConfigDict({"steps": 1, "batch_size": 64}), "a.py")
     override(made, {k.replace("__", "."): v for k, v in changes.items()}, "a.py")
-    return made
+    return flatten(made)
 
 
 def varied(found, key):

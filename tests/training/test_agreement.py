@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jshard
-from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.run_config import complete, flatten
 from jshard.recipe.load import open_recipe
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import (
@@ -95,9 +95,8 @@ def facts(tmp_path):
             whole.update(config or {})
             data = data or recipe.make_data(whole, "train")
             state = {"w": jax.ShapeDtypeStruct((3,), dtype)}
-            return facts_of(
-                recipe, whole, str(tmp_path), start or Start(), state, {"train": data}
-            )
+            begun, given = start or Start(), {"train": data}
+            return facts_of(recipe, flatten(whole), str(tmp_path), begun, state, given)
 
     return make
 

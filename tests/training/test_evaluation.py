@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 import jshard
 from jshard.data.dataset import as_dataset
-from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.settings import RunSettings
 from jshard.training.callbacks.evaluation import _agreed, prepare_evaluation
 from processes import Processes
 from resumable import RECIPE, train
@@ -72,7 +72,7 @@ def prepared(devices: int = 8) -> tuple[Any, Any, dict]:
     run = SimpleNamespace(
         job=SimpleNamespace(fsdp=fsdp, recipe=SimpleNamespace(loss_fn=loss_fn)),
         abstract_state=fsdp.abstract_state(Model, optax.sgd(0.1)),
-        config=complete(_config(), "test"),
+        settings=RunSettings(steps=1, batch_size=BATCH, eval_every=1),
         reader=lambda: reader,
         filled=lambda rows: rows,
     )
@@ -102,12 +102,6 @@ def evaluated(count: int, devices: int = 8) -> tuple[dict, dict]:
 def rows_of(count: int) -> dict[str, np.ndarray]:
     rows = [example(i) for i in range(count)]
     return {k: np.stack([row[k] for row in rows]) for k in rows[0]}
-
-
-def _config():
-    from ml_collections import ConfigDict
-
-    return ConfigDict({"steps": 1, "batch_size": BATCH, "eval_every": 1})
 
 
 COUNTS = [1, 5, 8, 19, 24, 33]

@@ -18,11 +18,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from ml_collections import ConfigDict
 
 import jshard
 import resumable
 from jshard.recipe.config.profiled_steps import profiled_steps
+from jshard.recipe.config.settings import ProfileSettings, RunSettings
 from jshard.sharding.settings import scopes
 from jshard.system.errors import Interrupted, UserError
 from jshard.system.jobs.peers import Peers
@@ -197,8 +197,8 @@ def test_a_run_traces_those_of_the_steps_that_are_left(
 
     monkeypatch.setattr(jax.profiler, "start_trace", start)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: now.update(traces=False))
-    config = ConfigDict({"profile": {"steps": given}})
-    run: Any = SimpleNamespace(config=config, workdir=tmp_path, state=None)
+    settings = RunSettings(profile=ProfileSettings(given))
+    run: Any = SimpleNamespace(settings=settings, workdir=tmp_path, state=None)
     run.peers = Peers()
     rate = Throughput({"x": np.ones((8, 1))}, jshard.make_mesh())
     with Profile(run, done, rate, ProgressDisplay(6, enabled=False)) as profile:

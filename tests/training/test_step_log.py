@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jshard
+from jshard.recipe.config.settings import RunSettings
 from jshard.recipe.schedule import learning_rate as schedule
 from jshard.system.errors import UserError
 from jshard.training import throughput
@@ -176,11 +177,11 @@ def test_step_times_are_those_of_training_around_evaluations(
     monkeypatch.setattr(throughput, "time", clock)
     monkeypatch.setattr(step_log, "time", clock)
     speed = throughput.Throughput({"inputs": ROWS[:16]}, jshard.make_mesh())
-    config = SimpleNamespace(steps=40, log_every=1)
+    settings = RunSettings(steps=40, log_every=1)
     recipe = SimpleNamespace(
         throughput=speed, learning_rate=None, find_cause=lambda step: ""
     )
-    given: Any = (SimpleNamespace(config=config), 0, recipe, run, run)
+    given: Any = (SimpleNamespace(settings=settings), 0, recipe, run, run)
     with step_log.StepLog(*given, started=0.0) as log:
         for step in range(1, 41):
             log.after_step(step, clock.step())

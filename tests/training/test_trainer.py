@@ -239,6 +239,8 @@ def test_early_stopping_ends_the_run_as_done_and_saved(tmp_path, capsys):
     assert "nothing to do" in capsys.readouterr().out
     longer = make(tmp_path, on_evaluation=hook, config=config | {"steps": 60})
     assert int(longer.fit().state.step) == 8  # where it asks again
+    longer.config.steps = 61  # a key may be set in between
+    assert int(longer.fit().state.step) == 10
 
 
 @pytest.mark.slow  # test_step_log.py has what hooks return

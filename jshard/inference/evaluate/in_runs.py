@@ -7,7 +7,8 @@ from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.inference.evaluate.tasks import ROWS, load_tasks
 from jshard.inference.generation.prompts import check_decoder
 from jshard.inference.generation.weight_placement import sharded
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.settings import RunSettings
+from jshard.recipe.config.text_keys import TextKeys
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
 from jshard.system.errors import UserError
@@ -25,19 +26,23 @@ class RunTasks:
       UserError: lm_eval or a task is missing, or the model or its data have no text.
     """
 
-    def __init__(self, config: Config, fsdp: FSDP, abstract_state: TrainState):
+    def __init__(
+        self,
+        settings: RunSettings,
+        keys: TextKeys,
+        fsdp: FSDP,
+        abstract_state: TrainState,
+    ):
         option = "--config.eval_tasks"
-        own = config.get("data", {}).get("tokenizer")
-        if own is None:
+        if keys.tokenizer is None:
             raise UserError(
                 f"{option}: the recipe has no data.tokenizer, with which the model "
                 "reads text"
             )
         self._placement = sharded(fsdp, abstract_state)
         check_decoder(self._placement.model, option)
-        vocab_size = config.get("model", {}).get("vocab_size")
-        self._tokenizer = load_tokenizer(own, vocab_size)
-        tasks = load_tasks(option, config.eval_tasks, shows=False)
+        self._tokenizer = load_tokenizer(keys.tokenizer, keys.vocab_size)
+        tasks = load_tasks(option, settings.eval_tasks, shows=False)
 
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
@@ -46,7 +51,7 @@ class RunTasks:
             if task.get_config("num_fewshot") is None:
                 task.set_config("num_fewshot", 0)
             task.set_fewshot_seed(1234)  # lm_eval's own
-        self._limit = config.eval_limit or None
+        self._limit = settings.eval_limit or None
         self.names = list(self._names())
 
     def __call__(self, state: TrainState) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from jshard.plan.fit.memory_choice import Candidate
 from jshard.recipe import contract
 from jshard.recipe.build import Job
 from jshard.recipe.config.policy_keys import make_policy
-from jshard.recipe.config.run_config import Config, complete
+from jshard.recipe.config.settings import settings_of
+from jshard.recipe.config.text_keys import TextKeys, text_keys
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
-from jshard.recipe.make_config import make_config
+from jshard.recipe.make_config import make_config, recorded_config
 from jshard.recipe.model_map import IGNORED, SOURCE, find_map
 from jshard.recipe.source import find_source
 from jshard.sharding.settings.callers_mesh import own_mesh
@@ -71,7 +72,7 @@ class TrainedModel:
 
     path: Path
     recipe: Recipe
-    config: Config
+    config: ConfigDict
     dtype: str | None
     ema: bool | None = None
     base: Path | None = None
@@ -84,22 +85,26 @@ class TrainedModel:
         }
         return f"{shown(self.path)}{of_averages[self.ema]}"
 
+    @property
+    def text(self) -> TextKeys:
+        """What the recipe's keys say of the model's text."""
+        return text_keys(self.config)
+
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """Returns the model's tokenizer, or the given one.
 
         Raises:
           UserError: It is missing, or has more tokens than the model.
         """
-        vocab_size = self.config.get("model", {}).get("vocab_size")
         if given is not None:
-            return load_tokenizer(given, vocab_size)
+            return load_tokenizer(given, self.text.vocab_size)
         if is_huggingface(self.path):
-            return load_tokenizer(self.path, vocab_size)
-        own = self.config.get("data", {}).get("tokenizer", "")
+            return load_tokenizer(self.path, self.text.vocab_size)
+        own = self.text.tokenizer or ""
         named = own in ("", PYTHON)
         if self.base is not None and not named and not cached_path(own).exists():
             own = self.base  # it was beside the weights that have moved
-        return load_tokenizer(own, vocab_size)
+        return load_tokenizer(own, self.text.vocab_size)
 
     def abstract(self) -> nnx.Module:
         """Returns the model without its weights."""
@@ -167,6 +172,7 @@ class TrainedModel:
     def _job(self, devices: Sequence[Any]) -> Job:
         """Returns a job that computes as the run does, in its dtypes."""
         recipe, config = self.recipe, self.config
+        settings = settings_of(config)
         whole = self._needs_whole_state
         fsdp = FSDP(
             make_mesh(devices=devices),
@@ -179,11 +185,12 @@ class TrainedModel:
         return Job(
             recipe,
             config,
+            settings,
             fsdp,
             optimizer,
             functools.partial(recipe.make_model, config),
             contract.trainable(recipe.trainable, config),
-            fsdp.train_step(recipe.loss_fn, optimizer, config.seed),
+            fsdp.train_step(recipe.loss_fn, optimizer, settings.seed),
         )
 
     def _policy(self, whole: bool) -> Policy:
@@ -263,10 +270,9 @@ def open_model(
     _check_base(path, frozen.source_of(path), base)
     found = find_recipe_of(path, about["config"], recipe)
     with open_recipe(found) as opened:
-        config = complete(opened.get_config(), opened.name)
-        _take(config, about["config"], path)
         # What the run was given may be relative to another folder.
-        config.checkpoint.restore = str(base or "")
+        elsewhere = {"checkpoint.restore": str(base or "")}
+        config = recorded_config(opened, about["config"], path, elsewhere)
         yield TrainedModel(
             path, opened, config, dtype, ema if has_averages else None, base
         )
@@ -290,27 +296,3 @@ def _check_averages(path: Path, fine: bool) -> None:
             f"--ema: {path} has no averages; train with --config.policy.ema_decay="
             "0.999, for example"
         )
-
-
-def _take(config: Any, stored: Mapping[str, Any], step: Path) -> None:
-    """Sets the keys of a recipe's config to the values that a run had.
-
-    Raises:
-      UserError: The checkpoint in `step` has a value where the recipe has a group of
-        keys, or a group where it has a value.
-    """
-    with config.unlocked(), config.ignore_type():
-        for name, value in stored.items():
-            if name not in config:
-                continue  # the recipe was edited since
-            is_group = isinstance(config[name], ConfigDict)
-            if is_group != isinstance(value, Mapping):
-                raise UserError(
-                    f"checkpoint {step}: its config has {name}={str(value)[:80]}, and "
-                    f"the recipe has {'a group' if is_group else 'a value'} there: the "
-                    "run was of another recipe"
-                )
-            if is_group:
-                _take(config[name], value, step)
-            else:
-                config[name] = tuple(value) if isinstance(value, list) else value

@@ -1,12 +1,13 @@
 """The job of a run, with the keys chosen that its config leaves to the memory."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from jshard.plan.fit.device_memory import compiled_bytes, usable_bytes
 from jshard.plan.fit.memory_choice import (
@@ -14,7 +15,6 @@ from jshard.plan.fit.memory_choice import (
     Traced,
     check_stages,
     fit,
-    is_open,
 )
 from jshard.plan.start_up import network_axes
 from jshard.recipe.build import Job, abstract_batch, make_job
@@ -23,8 +23,9 @@ from jshard.recipe.changes import (
     changed_keys,
     read_config,
 )
-from jshard.recipe.config.run_config import Config, flatten, is_within
-from jshard.recipe.config.shared_keys import FIT, FITTED
+from jshard.recipe.config.run_config import flatten, is_within
+from jshard.recipe.config.settings import RunSettings, settings_of
+from jshard.recipe.config.shared_keys import FITTED
 from jshard.recipe.definition import Recipe
 from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, mesh_text
 from jshard.system.errors import UserError
@@ -36,7 +37,7 @@ _OF_STEP = ("model", "batch_size", "policy", "optimizer", "compiler_options")
 
 def make_fitted_job(
     recipe: Recipe,
-    config: Config,
+    config: ConfigDict,
     mesh: Mesh,
     hosts: Sequence[int] | None,
     workdir: Path,
@@ -55,10 +56,13 @@ def make_fitted_job(
     Raises:
       UserError: The config asks for something impossible, or nothing fits.
     """
-    if not is_open(config):
+    settings = settings_of(config)
+    if not settings.policy.open_keys:
         return make_job(recipe, config, mesh), ""
-    check_stages(config, mesh)
-    kept = _choice_of_run(workdir, config, mesh) if peers.index == 0 else None
+    check_stages(settings, mesh)
+    kept = None
+    if peers.index == 0:
+        kept = _choice_of_run(workdir, settings, config.to_dict(), mesh)
     kept = json.loads(peers.publish("fit", json.dumps(kept)))
     if kept is not None:
         candidate = Candidate(*kept)
@@ -74,23 +78,24 @@ def make_fitted_job(
         state = job.abstract_state()
         return state, job.train_step.trace(state, batch)
 
-    def trace(config: Config) -> Traced:
-        state, step = traced(make_job(recipe, config, mesh))
+    def trace(candidate: Candidate) -> Traced:
+        state, step = traced(make_job(recipe, candidate.apply(config), mesh))
         return Traced(
             step.jaxpr.jaxpr,
             state,
-            config.policy.accumulate,
+            candidate.accumulate,
             dict(mesh.shape),
             network,
         )
 
-    def compile(config: Config) -> tuple[int, Job]:
-        job = make_job(recipe, config, mesh)  # its step keeps what is compiled here
+    def compile(candidate: Candidate) -> tuple[int, Job]:
+        # Its step keeps what is compiled here.
+        job = make_job(recipe, candidate.apply(config), mesh)
         return compiled_bytes(traced(job)[1].lower().compile()), job
 
     usable = min(map(int, peers.share("memory", str(usable_bytes(mesh.local_devices)))))
     parts = groups_of_examples(mesh)
-    chosen = fit(config, parts, usable, trace, compile)
+    chosen = fit(settings, parts, usable, trace, compile)
     return chosen.made, chosen.note
 
 
@@ -100,7 +105,9 @@ def fitted_on(mesh: Mesh) -> str:
     return f"{mesh.size} x {kind}: {mesh_text(mesh)}"
 
 
-def _choice_of_run(workdir: Path, config: Config, mesh: Mesh) -> tuple[str, int] | None:
+def _choice_of_run(
+    workdir: Path, settings: RunSettings, recorded: Mapping[str, Any], mesh: Mesh
+) -> tuple[str, int] | None:
     """Returns what the folder's run chose, if it holds for this config and mesh."""
     try:
         before = read_config(workdir)
@@ -108,10 +115,9 @@ def _choice_of_run(workdir: Path, config: Config, mesh: Mesh) -> tuple[str, int]
         return None
     if before.get(FITTED_ON) != fitted_on(mesh):
         return None
-    flat = flatten(config)
-    changes = changed_keys(before, config)
-    open_keys = [key for key in FITTED if flat[key] == FIT]
-    if any(is_within(key, _OF_STEP) and key not in open_keys for key in changes):
+    changes = changed_keys(before, recorded)
+    chosen = settings.policy.open_keys
+    if any(is_within(key, _OF_STEP) and key not in chosen for key in changes):
         return None
     remat, accumulate = (flatten(before).get(key) for key in FITTED)
     if not isinstance(remat, str) or not isinstance(accumulate, int):

@@ -12,12 +12,14 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
+from ml_collections import ConfigDict
 
 from jshard.plan.fit.device_memory import step_bytes
 from jshard.plan.fit.hardware import GPUS, overlapped
 from jshard.plan.start_up import product_flops, traffic
-from jshard.recipe.config.run_config import Config, flatten
-from jshard.recipe.config.shared_keys import FIT, FITTED
+from jshard.recipe.config.overrides import with_values
+from jshard.recipe.config.settings import FIT, RunSettings
+from jshard.recipe.config.shared_keys import FITTED
 from jshard.sharding.layout.capacity import state_bytes
 from jshard.sharding.settings.mesh import stages_of
 from jshard.system.errors import UserError
@@ -47,13 +49,10 @@ class Candidate:
     remat: str
     accumulate: int
 
-    def apply(self, config: Config) -> Config:
+    def apply(self, config: ConfigDict) -> ConfigDict:
         """Returns a copy of a config with these values."""
-        chosen = config.copy_and_resolve_references()
-        with chosen.ignore_type():
-            chosen.policy.remat = self.remat
-            chosen.policy.accumulate = self.accumulate
-        return chosen
+        values = {REMAT: self.remat, ACCUMULATE: self.accumulate}
+        return with_values(config, values)
 
     def __str__(self) -> str:
         batches = "micro-batch" if self.accumulate == 1 else "micro-batches"
@@ -75,23 +74,18 @@ class Traced:
 class Fit(Generic[T]):
     """What was chosen."""
 
-    config: Config  # with the chosen values
+    choice: Candidate
     made: T  # what `compile` returned for it
     note: str  # the choice and its reason, on one line
 
 
-def is_open(config: Config) -> bool:
-    """Returns whether a config leaves something to be chosen here."""
-    return any(flatten(config)[key] == FIT for key in FITTED)
-
-
-def check_stages(config: Config, mesh: Mesh | AbstractMesh) -> None:
+def check_stages(settings: RunSettings, mesh: Mesh | AbstractMesh) -> None:
     """Raises UserError for a pipeline with something to be chosen.
 
     Its micro-batches decide the bubble, too, which this order of candidates ignores.
     """
-    if is_open(config) and (number := stages_of(mesh)) > 1:
-        keys = [f"--config.{key}" for key in FITTED if flatten(config)[key] == FIT]
+    keys = [f"--config.{key}" for key in settings.policy.open_keys]
+    if keys and (number := stages_of(mesh)) > 1:
         raise UserError(
             f"mesh: pipe={number}: {' and '.join(keys)} cannot be {FIT!r} with stages; "
             "give values, e.g. those that jshard.plan --search=mesh.pipe finds"
@@ -99,30 +93,30 @@ def check_stages(config: Config, mesh: Mesh | AbstractMesh) -> None:
 
 
 def fit(
-    config: Config,
+    settings: RunSettings,
     parts: int,
     usable: int,
-    trace: Callable[[Config], Traced],
-    compile: Callable[[Config], tuple[int, T]],
+    trace: Callable[[Candidate], Traced],
+    compile: Callable[[Candidate], tuple[int, T]],
 ) -> Fit[T]:
     """Chooses the fastest values of the open keys for which the memory suffices.
 
     Args:
-      config: with "fit" in one or both of `FITTED`; the other stays as it is.
+      settings: with "fit" in one or both of `FITTED`; the other stays as it is.
       parts: groups of devices that the examples are split over.
       usable: bytes of each.
-      trace: traces the step of a config.
+      trace: traces the step of a candidate.
       compile: compiles it; returns the bytes that it needs on a device, and anything.
 
     Raises:
       DoesNotFit: Not even the most frugal candidate fits; names its need.
     """
-    listed = candidates(config, parts)
+    listed = candidates(settings, parts)
     # The first candidate, and the same with more micro-batches if possible.
     more = [c for c in listed[1:] if c.remat == listed[0].remat]
-    ends = [trace(c.apply(config)) for c in (listed[0], *more[:1])]
+    ends = [trace(c) for c in (listed[0], *more[:1])]
     if (state := state_bytes(ends[0].state)) > usable:
-        raise DoesNotFit(_too_large("the state alone", state, usable, config))
+        raise DoesNotFit(_too_large("the state alone", state, usable, settings))
     order = sorted(listed, key=_timer(*ends))
     traces: dict[Candidate, int] = {}  # bytes beside the state
     compiled: dict[Candidate, tuple[int, T]] = {}
@@ -132,7 +126,7 @@ def fit(
         if candidate in compiled:
             return compiled[candidate][0]
         if candidate not in traces:
-            traces[candidate] = step_bytes(trace(candidate.apply(config)).jaxpr)
+            traces[candidate] = step_bytes(trace(candidate).jaxpr)
         return state + ratio * traces[candidate]
 
     while True:
@@ -143,8 +137,8 @@ def fit(
         best = best or min(order, key=bytes_of)
         if best in compiled:
             what = f"even with {best}, a step"
-            raise DoesNotFit(_too_large(what, compiled[best][0], usable, config))
-        compiled[best] = compile(best.apply(config))
+            raise DoesNotFit(_too_large(what, compiled[best][0], usable, settings))
+        compiled[best] = compile(best)
         ratio = max(compiled[best][0] - state, 0) / max(traces[best], 1)
     needed, made = compiled[best]
     note = f"{best}: {format_bytes(needed)} of {format_bytes(usable)} a device"
@@ -153,13 +147,13 @@ def fit(
         about = "" if other in compiled else "about "
         needs = f"{about}{format_bytes(bytes_of(other))}"
         note += f"; {_difference(other, best)} would need {needs}"
-    return Fit(best.apply(config), made, note)
+    return Fit(best, made, note)
 
 
-def candidates(config: Config, parts: int) -> list[Candidate]:
+def candidates(settings: RunSettings, parts: int) -> list[Candidate]:
     """Returns all combinations, from the fewest micro-batches and recomputations."""
-    remat, accumulate = config.policy.remat, config.policy.accumulate
-    examples = max(config.batch_size // parts, 1)  # of a part in a step
+    remat, accumulate = settings.policy.remat, settings.policy.accumulate
+    examples = max(settings.batch_size // parts, 1)  # of a part in a step
     micro = [n for n in range(1, examples + 1) if examples % n == 0]
     return [
         Candidate(r, m)
@@ -210,8 +204,8 @@ def _difference(other: Candidate, chosen: Candidate) -> str:
     return str(other)
 
 
-def _too_large(what: str, needed: int, usable: int, config: Config) -> str:
-    fitted = [f"--config.{key}={FIT}" for key in FITTED if flatten(config)[key] == FIT]
+def _too_large(what: str, needed: int, usable: int, settings: RunSettings) -> str:
+    fitted = [f"--config.{key}={FIT}" for key in settings.policy.open_keys]
     return (
         f"{' '.join(fitted)}: {what} needs "
         f"{format_bytes(needed)} of the {format_bytes(usable)} that a device has; use "

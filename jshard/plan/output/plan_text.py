@@ -70,7 +70,7 @@ def job(plan: Plan) -> str:
     """Returns mesh, batch, and the time that compiling took."""
     program = plan.program
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
-    batch = f"batch {program.job.config.batch_size}: {program.items:,} {program.unit}"
+    batch = f"batch {program.job.settings.batch_size}: {program.items:,} {program.unit}"
     return f"{mesh}; {batch} a step; compiled in {plan.seconds:.1f} s"
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jshard.plan.fit.hardware import GPU
-from jshard.recipe.config.run_config import Config, flatten
 from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.settings.policy import POLICIES
 from jshard.system.errors import UserError
@@ -128,7 +127,7 @@ def _given(knob: str, settings: Iterable[str]) -> bool:
 
 
 def candidates(
-    config: Config,
+    given: Settings,
     gpu: GPU,
     devices: int,
     allowed: Mapping[str, Sequence[Any] | None],
@@ -142,15 +141,14 @@ def candidates(
     gathered once a step, there is nothing to reshard.
 
     Args:
-      config: the user's.
+      given: all keys of the user's config.
       gpu: that of the topology, as of ``parse``.
       devices: how many there are.
       allowed: values to try by key; None stands for the knob's own values.
       names: of the model's activations (``checkpoint_name``).
       axes: of the mesh, besides "replica" and "fsdp", that the model can take.
     """
-    flat = flatten(config)
-    own = _own_choices(config, gpu, devices, names, axes)
+    own = _own_choices(given, gpu, devices, names, axes)
     choices = [
         own[key] if values is None else [{key: value} for value in values]
         for key, values in allowed.items()
@@ -158,7 +156,7 @@ def candidates(
     found: dict[tuple, Candidate] = {}
     for parts in [(), *itertools.product(*choices)]:
         settings = {key: value for part in parts for key, value in part.items()}
-        everything = flat | settings
+        everything = given | settings
         if settings and not _keeps_busy(everything, devices, allowed):
             continue
         shards = _shards(everything, gpu, devices)
@@ -166,7 +164,7 @@ def candidates(
         if type(group) is int and group >= shards and RESHARD in settings:
             if allowed[RESHARD] is None:
                 continue  # like True, but with a copy in memory
-        changes = {k: v for k, v in settings.items() if str(v) != str(flat[k])}
+        changes = {k: v for k, v in settings.items() if str(v) != str(given[k])}
         candidate = Candidate(changes)
         found.setdefault(_identity(everything, shards), candidate)
     return list(found.values())
@@ -194,23 +192,24 @@ def _keeps_busy(
 
 
 def _own_choices(
-    config: Config, gpu: GPU, devices: int, names: Sequence[str], axes: Sequence[str]
+    given: Settings, gpu: GPU, devices: int, names: Sequence[str], axes: Sequence[str]
 ) -> dict[str, list[Settings]]:
     """Returns the settings that each knob tries unless the user lists values."""
-    shared, near = config.mesh.context * config.mesh.tensor, gpu.domain
+    size, near = given["batch_size"], gpu.domain
+    shared = given["mesh.context"] * given["mesh.tensor"]
     parts = max(devices // shared, 1)
-    examples = max(config.batch_size // parts, 1)  # of a part in a step
+    examples = max(size // parts, 1)  # of a part in a step
     # Pipelines pass as many more micro-batches as they have stages.
     stages = max([n for n in STAGES if "pipe" in axes and devices % n == 0], default=1)
     micro = [n for n in _divisors(examples * stages) if n & (n - 1) == 0]
     named = [f"{kind}:{'+'.join(names)}" for kind in ("names", "offload") if names]
-    batches = [config.batch_size * n // 4 for n in (1, 2, 4, 8, 16)]
+    batches = [size * n // 4 for n in (1, 2, 4, 8, 16)]
     values = {
         REMAT: [*POLICIES, *named],
         "mesh.context": [
             n
             for n in _divisors(near)
-            if devices % n == 0 and config.batch_size % (devices // n) == 0
+            if devices % n == 0 and size % (devices // n) == 0
         ],
         "policy.accumulate": micro,
         "policy.defer_scatter": [False, True],

@@ -197,8 +197,9 @@ def _speed(group: int, gpu: GPU, near: int = 0) -> float:
 
 def activity(program: Program) -> Activity:
     """Measures a traced step that reshards its layers, so keeps no weights of them."""
-    config, found = program.job.config, _activations(program.jaxpr)
-    examples = config.batch_size / program.mesh.size / config.policy.accumulate
+    job, found = program.job, _activations(program.jaxpr)
+    micro = job.fsdp.policy.accumulate
+    examples = job.settings.batch_size / program.mesh.size / micro
     return Activity(
         product_flops(program.jaxpr)[0],
         (found["saved"] + found["layer"]) / examples,

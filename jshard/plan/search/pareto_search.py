@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jshard.plan.fit.hardware import GPU, find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.candidates import (
@@ -42,7 +44,8 @@ from jshard.plan.search.processes import run_each
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.config.policy_keys import make_policy
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.run_config import flatten
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
@@ -98,10 +101,10 @@ def search(
             settings = {**overrides, REMAT: remat, RESHARD: True}
             return _trace(recipe, topology, settings)
 
-        _, names = traced(str(config.policy.remat))
+        _, names = traced(settings_of(config).policy.remat)
         axes = _axes(recipe, config, mesh_devices) if AXES in allowed else ()
         axes = axes or (["pipe"] if PIPE in allowed else [])
-        everything = candidates(config, gpu, number, allowed, names, axes)
+        everything = candidates(flatten(config), gpu, number, allowed, names, axes)
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )
@@ -142,7 +145,7 @@ def search(
     )
 
 
-def _axes(recipe: Recipe, config: Config, mesh_devices: Sequence[Any]) -> list[str]:
+def _axes(recipe: Recipe, config: ConfigDict, mesh_devices: Sequence[Any]) -> list[str]:
     """Returns the further axes of the mesh that a recipe's model and plans can take."""
 
     def takes(axis: str) -> bool:
@@ -190,13 +193,14 @@ def _estimates(
     refused, too_large = [], []
     sizes: dict[frozenset, StateSize] = {}  # by the settings that the state depends on
     for candidate in everything:
-        settings = {**overrides, **candidate.settings}
-        key = frozenset((k, str(settings[k])) for k in settings.keys() - _NOT_OF_STATE)
+        given = {**overrides, **candidate.settings}
+        key = frozenset((k, str(given[k])) for k in given.keys() - _NOT_OF_STATE)
         try:
-            config = make_config(recipe, settings)
+            config = make_config(recipe, given)
             policy, mesh = make_policy(config), make_mesh(config, mesh_devices)
             policy.check_groups(meshes.shards_of(mesh, split=True))
-            check_batch_size(config, mesh)
+            settings = settings_of(config)
+            check_batch_size(settings.batch_size, policy.accumulate, mesh)
             if key not in sizes:
                 job = make_job(recipe, config, mesh.abstract_mesh)
                 sizes[key] = state_size(job.abstract_state())
@@ -208,9 +212,9 @@ def _estimates(
         if bound > gpu.usable:
             too_large.append((candidate, bound))
             continue
-        active, _ = traced(str(config.policy.remat))
+        active, _ = traced(settings.policy.remat)
         inputs = traced("full")[0].saved if meshes.TENSOR in mesh.shape else 0.0
-        examples = config.batch_size / mesh.size
+        examples = settings.batch_size / mesh.size
         promising[candidate] = estimate(
             size, policy, mesh, gpu, active, examples, inputs
         )

@@ -1,5 +1,5 @@
 """A run's config: its keys, their types and ranges, and the command line."""
 
-from jshard.recipe.config.run_config import Config, complete
+from jshard.recipe.config.run_config import complete
 
-__all__ = ["Config", "complete"]
+__all__ = ["complete"]

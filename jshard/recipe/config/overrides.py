@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.recipe.config.run_config import Config, declarations, flatten
+from ml_collections import ConfigDict
+
+from jshard.recipe.config.run_config import declarations, flatten
 from jshard.recipe.config.shared_keys import DEFAULTS, REQUIRED, SHARED
 from jshard.system.cli.knob import Knob
 from jshard.system.cli.options import check_value, explained, read_value
@@ -12,7 +14,7 @@ from jshard.system.errors import UserError
 from jshard.system.formatting import did_you_mean
 
 
-def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:
+def override(config: ConfigDict, values: Mapping[str, Any], recipe: str) -> None:
     """Sets keys of a complete config in place, to values by dotted key.
 
     `recipe` is the recipe's name, for messages.
@@ -29,8 +31,16 @@ def override(config: Config, values: Mapping[str, Any], recipe: str) -> None:
         config.update_from_flattened_dict(found)
 
 
+def with_values(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
+    """Returns a copy of a config with other values, which are not checked."""
+    changed = config.copy_and_resolve_references()
+    with changed.ignore_type():
+        changed.update_from_flattened_dict(dict(values))
+    return changed
+
+
 def read_words(
-    config: Config, words: Mapping[str, str], recipe: str, option: str = "config"
+    config: ConfigDict, words: Mapping[str, str], recipe: str, option: str = "config"
 ) -> dict[str, Any]:
     """Converts words of the command line, by dotted key, to values for `override`.
 
@@ -66,7 +76,7 @@ def _declaration(name: str, declared: Mapping[str, Knob], recipe: str) -> Knob:
     )
 
 
-def keys_help(config: Config, recipe: str) -> str:
+def keys_help(config: ConfigDict, recipe: str) -> str:
     """Lists the keys of a config with default, meaning and limits.
 
     The recipe's own groups come first.

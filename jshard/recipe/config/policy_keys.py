@@ -5,7 +5,8 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from jshard.recipe.config.run_config import Config
+from ml_collections import ConfigDict
+
 from jshard.sharding.settings.policy import POLICIES, Names, Offload, Policy, UnitPolicy
 from jshard.sharding.settings.precision import Precision
 from jshard.system.cli.knob import Knob, knobs
@@ -17,7 +18,7 @@ _OF_UNITS = knobs(UnitPolicy) | knobs(Precision)  # what `policy.overrides` can 
 _OF_XLA = Knob(None, "")  # whose options have no declarations
 
 
-def make_policy(config: Config) -> Policy:
+def make_policy(config: ConfigDict) -> Policy:
     """Returns the `jshard.Policy` that `config.policy` describes.
 
     Raises:
@@ -30,7 +31,7 @@ def make_policy(config: Config) -> Policy:
     return Policy(**fields, precision=Precision(**precision))
 
 
-def write_policy(config: Config, policy: Policy) -> None:
+def write_policy(config: ConfigDict, policy: Policy) -> None:
     """Sets the keys of `config.policy` to those of a policy, for the record.
 
     A remat policy that is a function is its name.

@@ -3,16 +3,16 @@
 import re
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
 from jshard.recipe.config.keys import Key
 from jshard.recipe.config.profiled_steps import profile_problem
+from jshard.recipe.config.settings import MOST_STEPS
 from jshard.recipe.config.shared_keys import (
     COMMON,
     DEFAULTS,
-    MOST_STEPS,
     REQUIRED,
     SHARED,
 )
@@ -21,16 +21,13 @@ from jshard.system.cli.options import check_value
 from jshard.system.errors import UserError
 from jshard.system.formatting import did_you_mean
 
-# An ml_collections.ConfigDict; type checkers cannot know its keys.
-Config: TypeAlias = Any
-
 # Keys and groups that define what is trained, on which data, and in which order. A run
 # is not resumed with other values of these.
 MEANING = ("model", "data", "batch_size", "seed")
 _EPOCHS = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?epochs?")
 
 
-def complete(config: Config, recipe: str, where: str = "") -> Config:
+def complete(config: ConfigDict, recipe: str, where: str = "") -> ConfigDict:
     """Returns a recipe's config with every shared key.
 
     Args:
@@ -67,7 +64,7 @@ def epochs_in(steps: Any) -> Fraction | None:
     return Fraction(found[1]) if found else None
 
 
-def _merge(values: dict[str, Any], config: Config, prefix: str = "") -> None:
+def _merge(values: dict[str, Any], config: ConfigDict, prefix: str = "") -> None:
     """Sets a recipe's values over the shared ones; a ValueError for a bad one."""
     for name, value in config.items(preserve_field_references=True):
         key = f"{prefix}{name}"
@@ -108,7 +105,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def declarations(config: Config, prefix: str = "") -> dict[str, Knob]:
+def declarations(config: ConfigDict, prefix: str = "") -> dict[str, Knob]:
     """Returns the declaration of every key of a completed config, by flattened name."""
     found: dict[str, Knob] = {}
     for name, value in config.items(preserve_field_references=True):
@@ -129,7 +126,7 @@ def declarations(config: Config, prefix: str = "") -> dict[str, Knob]:
     return found
 
 
-def flatten(config: Config, prefix: str = "") -> dict[str, Any]:
+def flatten(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
     """Returns a config as `{"optimizer.learning_rate": 1e-3, ...}`."""
     flat = {}
     for key, value in config.items():
@@ -145,7 +142,7 @@ def is_within(key: str, groups: Iterable[str]) -> bool:
     return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
-def check(config: Config) -> None:
+def check(config: ConfigDict) -> None:
     """Raises a UserError if keys are out of range or contradict each other."""
     flat = flatten(config)
 

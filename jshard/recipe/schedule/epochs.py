@@ -8,8 +8,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jshard.data.dataset import rows_of_epoch
-from jshard.recipe.config.run_config import Config, check, epochs_in
-from jshard.recipe.config.shared_keys import MOST_STEPS
+from jshard.recipe.config.run_config import check, epochs_in
+from jshard.recipe.config.settings import MOST_STEPS
 from jshard.recipe.data import make_training_data
 from jshard.recipe.definition import Recipe
 from jshard.system.errors import UserError
@@ -32,7 +32,7 @@ def take_epochs(
     return {**given, _STEPS: MOST_STEPS}, epochs
 
 
-def set_epochs(recipe: Recipe, config: Config, epochs: Fraction | None) -> None:
+def set_epochs(recipe: Recipe, config: ConfigDict, epochs: Fraction | None) -> None:
     """Sets a config's steps to the fewest that read all rows so often.
 
     Raises:

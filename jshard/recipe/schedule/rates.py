@@ -3,9 +3,9 @@
 import math
 
 import optax
+from ml_collections import ConfigDict
 
 from jshard.recipe.config.keys import Key
-from jshard.recipe.config.run_config import Config
 from jshard.system.errors import UserError
 
 SCHEDULES = ("cosine", "cosine_with_restarts", "linear", "constant", "wsd")
@@ -132,7 +132,7 @@ def rate_keys(warmup_steps: int) -> dict[str, Key]:
     }
 
 
-def learning_rate(config: Config) -> optax.Schedule:
+def learning_rate(config: ConfigDict) -> optax.Schedule:
     """Returns the schedule of `config.optimizer` for a run of `config.steps`.
 
     Raises:

@@ -41,9 +41,9 @@ class Evaluation:
 
     def after_step(self, step: int) -> dict[str, float]:
         """Returns the metrics of an evaluation; none if there is none to make."""
-        config = self.run.config
-        if config.eval_every and (
-            step == config.steps or step % config.eval_every == 0
+        settings = self.run.settings
+        if settings.eval_every and (
+            step == settings.steps or step % settings.eval_every == 0
         ):
             return self.evaluate(step)
         return {}
@@ -87,14 +87,14 @@ def prepare_evaluation(
     sizes = {
         "batch_size": process.pop("batch_size"),
         "devices": groups_of_examples(fsdp.mesh),
-        "max_batches": run.config.eval_batches or None,
+        "max_batches": run.settings.eval_batches or None,
     }
     sets = data if isinstance(data, Mapping) else {"": data}
 
     def step_of(examples: int | None) -> Any:
         key = loss_fn, examples
         if key not in steps:
-            seed = run.config.seed
+            seed = run.settings.seed
             steps[key] = fsdp.eval_step(loss_fn, seed, examples=examples)
         return steps[key]
 
@@ -142,7 +142,7 @@ def prepare_evaluation(
     any_set = next(iter(traced.values()))
     own = {"": ("loss", *any_set.metrics, *(tasks.names if tasks else ()))}
     own |= {name: ("loss", *means.metrics) for name, means in traced.items() if name}
-    _check_names(own, run.config.checkpoint.best, run.abstract_state.ema is not None)
+    _check_names(own, run.settings.checkpoint.best, run.abstract_state.ema is not None)
     return evaluate
 
 

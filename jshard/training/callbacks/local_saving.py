@@ -38,11 +38,11 @@ class LocalSaving(AbstractContextManager):
 
     def after_step(self, step: int, log: StepLog, *, ends: bool) -> None:
         """Copies the state if it is time; not at the end, where it is saved."""
-        copies, config = self._run.copies, self._run.config
+        copies, settings = self._run.copies, self._run.settings
         self._report()
-        if copies is None or step % config.checkpoint.local:
+        if copies is None or step % settings.checkpoint.local:
             return
-        if ends or step == config.steps:
+        if ends or step == settings.steps:
             return
         with log.drained(shows=False):  # the metrics of the step are in its copy
             self._run.peers.at("saving", step)
@@ -66,7 +66,7 @@ class LocalSaving(AbstractContextManager):
                 continue
             self._say_once(
                 "first",
-                f"step {copy.step}/{self._run.config.steps}  local copy: "
+                f"step {copy.step}/{self._run.settings.steps}  local copy: "
                 f"{format_bytes(copy.size)} a process in {copy.took:.1f} s, held up "
                 f"training {copy.blocked * 1e3:.0f} ms",
             )
@@ -74,7 +74,7 @@ class LocalSaving(AbstractContextManager):
                 self._say_once(
                     "slow",
                     f"local copies take longer than checkpoint.local="
-                    f"{self._run.config.checkpoint.local} steps: training waited "
+                    f"{self._run.settings.checkpoint.local} steps: training waited "
                     f"{copy.waited:.1f} s for one; copy less often",
                 )
 

@@ -36,7 +36,7 @@ class Profile(AbstractContextManager):
         throughput: Throughput,
         display: ProgressDisplay,
     ):
-        steps = profiled_steps(run.config.profile.steps)
+        steps = profiled_steps(run.settings.profile.steps)
         self._steps = range(max(steps.start, done + 1), steps.stop)
         self._run, self._throughput = run, throughput
         self._folder, self._display = run.workdir / FOLDER, display

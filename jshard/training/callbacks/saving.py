@@ -54,7 +54,7 @@ class Saving(AbstractContextManager):
         copying: Copying,
         frozen_from: Path | str | None = None,
     ):
-        options = run.config.checkpoint
+        options = run.settings.checkpoint
         self._run, self._hooks = run, hooks
         self._folder, self._display, self._copying = folder, display, copying
         self._frozen_from = frozen_from
@@ -80,8 +80,8 @@ class Saving(AbstractContextManager):
 
         `evaluated` holds the metrics of the step's evaluation, if there was one.
         """
-        options = self._run.config.checkpoint
-        last = ends or step == self._run.config.steps
+        options = self._run.settings.checkpoint
+        last = ends or step == self._run.settings.steps
         best = bool(options.best and evaluated)
         if last or best or (options.every and step % options.every == 0):
             self.save(step, log, evaluated)
@@ -91,7 +91,7 @@ class Saving(AbstractContextManager):
 
         Otherwise it could not be the best one.
         """
-        if self._run.config.checkpoint.best:
+        if self._run.settings.checkpoint.best:
             self.save(step, log, evaluated)
 
     def save(
@@ -109,7 +109,7 @@ class Saving(AbstractContextManager):
             self._checkpointer.save(
                 state,
                 metrics={**metrics, **(evaluated or {})},
-                config=self._folder.config,
+                config=self._folder.recorded,
                 files={METRICS: metrics_text, **self._run.files_to_save()},
                 frozen_from=self._frozen_from
                 if jax.tree.leaves(state.frozen)
@@ -137,7 +137,7 @@ class Saving(AbstractContextManager):
             }
             self._folder.write(save.step, values)
             self._display.say(
-                f"step {save.step}/{self._run.config.steps}  checkpoint saved: "
+                f"step {save.step}/{self._run.settings.steps}  checkpoint saved: "
                 f"{format_bytes(save.size)} in {save.took:.1f} s, held up training "
                 f"{save.blocked * 1e3:.0f} ms"
             )

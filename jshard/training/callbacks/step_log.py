@@ -41,7 +41,7 @@ class StepLog(AbstractContextManager):
         display: ProgressDisplay,
         started: float,
     ):
-        self._config, self._first = run.config, done + 1
+        self._settings, self._first = run.settings, done + 1
         self._recipe, self._throughput = recipe, recipe.throughput
         self._folder, self._display, self._started = folder, display, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
@@ -85,8 +85,8 @@ class StepLog(AbstractContextManager):
 
     def logs(self, step: int) -> bool:
         """Returns whether the display gets a line for a step."""
-        ends = (self._first, self._config.steps)
-        return step in ends or step % self._config.log_every == 0
+        ends = (self._first, self._settings.steps)
+        return step in ends or step % self._settings.log_every == 0
 
     @contextmanager
     def drained(self, *, shows: bool = True) -> Iterator[dict[str, float]]:

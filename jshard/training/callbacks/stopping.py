@@ -26,13 +26,13 @@ class Stopping(AbstractContextManager):
     """
 
     def __init__(self, run: PreparedRun, hooks: Hooks, keeps_state: bool):
-        config = run.config
+        settings = run.settings
         self._run, self._hooks, self._keeps_state = run, hooks, keeps_state
-        self._saves = bool(config.checkpoint.every)
+        self._saves = bool(settings.checkpoint.every)
         self._preemption = Preemption(saves=self._saves, exits=not keeps_state)
         self._signals = ExitStack()
         # A trace that is open must be written, and processes stop together.
-        traces = bool(profiled_steps(config.profile.steps))
+        traces = bool(profiled_steps(settings.profile.steps))
         several = jax.process_count() > 1
         self._listens = self._saves or keeps_state or traces or several
 
@@ -43,7 +43,7 @@ class Stopping(AbstractContextManager):
 
     def before_step(self, step: int) -> None:
         """Listens in the last step in any case."""
-        if step == self._run.config.steps and not self._listens:
+        if step == self._run.settings.steps and not self._listens:
             self._signals.enter_context(self._preemption)
 
     def after_step(self, step: int, log: StepLog, saving: Saving) -> None:
@@ -56,7 +56,7 @@ class Stopping(AbstractContextManager):
           Interrupted: There was a signal, and nothing is saved.
         """
         asked = self._preemption.requested(step)
-        if not asked or step == self._run.config.steps:
+        if not asked or step == self._run.settings.steps:
             return
         why = f"{self._preemption.signal_name} at step {step}"
         if not self._saves:
@@ -72,7 +72,7 @@ class Stopping(AbstractContextManager):
     def at_end(self, step: int, folder: RunFolder, display: ProgressDisplay) -> None:
         """Notes why the run stopped, so that it is not resumed, and says so."""
         why = self._hooks.stop
-        stopped = {"step": step, "steps": self._run.config.steps, "why": why}
+        stopped = {"step": step, "steps": self._run.settings.steps, "why": why}
         folder.note(**{STOPPED: why and stopped})
         if why:
             display.say(f"stopped at step {step}: {why}")

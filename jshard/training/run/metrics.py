@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from jshard.recipe.changes import FITTED_ON, NOTES, read_notes
-from jshard.recipe.config.run_config import Config
+from jshard.recipe.config.run_config import flatten
+from jshard.recipe.config.settings import LoggerSettings
 from jshard.storage.checkpoint import step_folders
 from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.system.errors import Preempted, RunFailed, UserError
@@ -33,6 +34,7 @@ from jshard.training.run.metrics_lines import METRICS, NEWEST, Line, cut_back
 
 _MOST_GENERATED = 200  # texts; of more every second is left out
 
+_NO_LOGGER = LoggerSettings()
 LOGGERS = "loggers"  # the note of a run's ids in services
 
 
@@ -47,7 +49,8 @@ class RunFolder(AbstractContextManager):
 
     Args:
       path: The folder; made if it does not exist.
-      config: The run's config.
+      config: All keys of the run's config, nested.
+      logger: The services that it logs to.
       recipe: The recipe's name.
       fitted_on: The devices for which keys of the config were chosen, in words; empty
         if none were.
@@ -58,7 +61,7 @@ class RunFolder(AbstractContextManager):
 
     Attributes:
       path: The folder.
-      config: The config as it is written, with the recipe's name as `recipe`.
+      recorded: The config as it is written, with the recipe's name as `recipe`.
 
     Raises:
       UserError: The folder cannot be written, is locked by another process, or holds
@@ -68,8 +71,9 @@ class RunFolder(AbstractContextManager):
     def __init__(
         self,
         path: Path,
-        config: Config,
+        config: Mapping[str, Any],
         *,
+        logger: LoggerSettings = _NO_LOGGER,
         recipe: str = "",
         fitted_on: str = "",
         resume_from: int | None = None,
@@ -77,10 +81,10 @@ class RunFolder(AbstractContextManager):
         enabled: bool = True,
     ):
         self.path = path
-        self._given = config
-        self.config = {"recipe": recipe} | config.to_dict()
+        self._given, self._logger = config, logger
+        self.recorded: dict[str, Any] = {"recipe": recipe, **config}
         if fitted_on:
-            self.config[FITTED_ON] = fitted_on
+            self.recorded[FITTED_ON] = fitted_on
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
         self._waits = False  # for a disk that is full
@@ -116,8 +120,10 @@ class RunFolder(AbstractContextManager):
                 "to resume it from: give another"
             )
         ids = self._notes.get(LOGGERS, {}) if resume_from else {}
-        self._loggers = Loggers(self._given, self.path, ids, resume_from)
-        replace_file(self.path / "config.json", _json(self.config, indent=2))
+        self._loggers = Loggers(
+            self._logger, flatten(self._given), self.path, ids, resume_from
+        )
+        replace_file(self.path / "config.json", _json(self.recorded, indent=2))
         self._metrics = AppendedFile(metrics)
         if self._loggers.ids:
             self.note(**{LOGGERS: self._loggers.ids})

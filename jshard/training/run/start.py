@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jshard.data.position import read_position
 from jshard.recipe.changes import (
@@ -15,7 +16,8 @@ from jshard.recipe.changes import (
     read_config,
     read_notes,
 )
-from jshard.recipe.config.run_config import Config, flatten
+from jshard.recipe.config.run_config import flatten
+from jshard.recipe.config.settings import RunSettings
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint.frozen import source_of
 from jshard.storage.checkpoint.local import Found, LocalCopies
@@ -71,7 +73,8 @@ class Start:
 
 def find_start(
     workdir: Path,
-    config: Config,
+    settings: RunSettings,
+    recorded: Mapping[str, Any],
     peers: Peers,
     abstract_state: TrainState | None = None,
     held: int | None = None,
@@ -88,7 +91,8 @@ def find_start(
 
     Args:
       workdir: The run's folder, which need not exist.
-      config: The config to resume with.
+      settings: What to resume with.
+      recorded: All keys of the config to resume with, as `config.json` has them.
       peers: All processes; each calls this.
       abstract_state: What is to be restored, to find changes of the config that make
         it another model's, which cannot be accepted.
@@ -125,24 +129,25 @@ def find_start(
             known, numbers, least = json.loads(peers.publish("run", told))
             found = copies.find(known, numbers, least)
         if peers.index == 0 and (find_steps(folder) or found.step):
-            changes = changed_keys(read_config(workdir), config)
-            check_changes(changes, config.checkpoint.accept, obstacle)
+            changes = changed_keys(read_config(workdir), recorded)
+            check_changes(changes, settings.checkpoint.accept, obstacle)
         checkpoint = None if found.step else find_newest(folder)
         start = Start()
         if peers.index == 0:
             if checkpoint:
                 step = int(checkpoint.stem)  # the name may have a suffix
-                start = _resume(workdir, config, changes, step, checkpoint, shown)
+                start = _resume(workdir, settings, changes, step, checkpoint, shown)
             elif found.step and found.texts:
+                step, texts = found.step, found.texts
                 start = _resume(
-                    workdir, config, changes, found.step, found.texts, shown, local=True
+                    workdir, settings, changes, step, texts, shown, local=True
                 )
             else:
-                start = _start_again(workdir, config, shown)
+                start = _start_again(workdir, settings, recorded, shown)
             if held is not None and held >= start.step:
-                start = _hold(workdir, config, start, held)
+                start = _hold(workdir, settings, start, held)
             if start.step:
-                stopped = _stopped(workdir, config, start)
+                stopped = _stopped(workdir, settings, start)
                 start = dataclasses.replace(start, stopped=stopped)
             if copies is not None:
                 start = _numbered(start, known, numbers, found.note)
@@ -169,7 +174,7 @@ def _numbered(start: Start, known: str, numbers: Sequence[int], note: str) -> St
 
 def _resume(
     workdir: Path,
-    config: Config,
+    settings: RunSettings,
     changes: Changes,
     step: int,
     texts: Path,
@@ -186,20 +191,20 @@ def _resume(
         f"{', '.join(map(str, gone))}" * bool(gone),
         metrics.message,
     ]
-    if config.checkpoint.restore and not local and not source_of(texts):
+    if settings.checkpoint.restore and not local and not source_of(texts):
         messages.append("checkpoint.restore is for new runs: ignored")
     return Start(
         step,
         resumes=True,
         local=local,
         restored=metrics.restored,
-        examples=read_position(texts, step, config.batch_size),
-        unevaluated=_unevaluated(config, step, metrics),
+        examples=read_position(texts, step, settings.batch_size),
+        unevaluated=_unevaluated(settings, step, metrics),
         message="; ".join(filter(None, messages)),
     )
 
 
-def _hold(workdir: Path, config: Config, start: Start, step: int) -> Start:
+def _hold(workdir: Path, settings: RunSettings, start: Start, step: int) -> Start:
     if step == start.step:
         return dataclasses.replace(start, held=True, local=False)
     metrics = look_through(workdir, step)
@@ -210,25 +215,28 @@ def _hold(workdir: Path, config: Config, start: Start, step: int) -> Start:
         local=False,
         resumes=metrics.some,
         restored=(),
-        unevaluated=_unevaluated(config, step, metrics),
+        unevaluated=_unevaluated(settings, step, metrics),
         message=f"going on after step {step}",
     )
 
 
-def _unevaluated(config: Config, step: int, metrics: Metrics) -> bool:
-    due = config.eval_every and step % config.eval_every == 0
+def _unevaluated(settings: RunSettings, step: int, metrics: Metrics) -> bool:
+    due = settings.eval_every and step % settings.eval_every == 0
     return bool(due and not metrics.evaluated)
 
 
-def _stopped(workdir: Path, config: Config, start: Start) -> str:
+def _stopped(workdir: Path, settings: RunSettings, start: Start) -> str:
     """Returns why the run stopped; "" if it is to be longer now, or did not."""
     stopped = read_notes(workdir).get(STOPPED)
-    if not stopped or (stopped["step"], stopped["steps"]) != (start.step, config.steps):
+    done = (start.step, settings.steps)
+    if not stopped or (stopped["step"], stopped["steps"]) != done:
         return ""
     return stopped["why"]
 
 
-def _start_again(workdir: Path, config: Config, shown: str) -> Start:
+def _start_again(
+    workdir: Path, settings: RunSettings, recorded: Mapping[str, Any], shown: str
+) -> Start:
     """A new run, or one that ended before its first checkpoint."""
     some = False
     for line in read_metrics(workdir):
@@ -243,8 +251,8 @@ def _start_again(workdir: Path, config: Config, shown: str) -> Start:
     old = read_config(workdir)
     if not flatten(old).get("checkpoint.every"):
         return Start()  # the run never saved: RunFolder refuses to overwrite it
-    changes = changed_keys(old, config)
-    check_changes(changes, config.checkpoint.accept)
+    changes = changed_keys(old, recorded)
+    check_changes(changes, settings.checkpoint.accept)
     message = f"{shown} has no checkpoint yet: starting again from step 1"
     changed = describe_changes(changes)
     return Start(resumes=True, message="; ".join(filter(None, (message, changed))))

@@ -16,6 +16,8 @@ from jshard.inference.evaluate.in_runs import RunTasks
 from jshard.inference.evaluate.tasks import load_tasks
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.recipe.config.run_config import check, complete
+from jshard.recipe.config.settings import RunSettings
+from jshard.recipe.config.text_keys import text_keys
 from jshard.system.errors import UserError
 from tiny_llama import CONFIG
 
@@ -70,12 +72,14 @@ def gpt(rngs):
 
 
 def test_a_run_without_text_has_no_tasks():
-    config = ConfigDict({"eval_tasks": ("any",), "data": {"path": "x"}})
+    config = ConfigDict({"data": {"path": "x"}})
+    settings = RunSettings(eval_tasks=("any",))
     with pytest.raises(UserError, match=r"eval_tasks: the recipe has no data\."):
-        RunTasks(config, *state_of(gpt))
+        RunTasks(settings, text_keys(config), *state_of(gpt))
     config.data.tokenizer = ""
+    made = state_of(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
     with pytest.raises(UserError, match="eval_tasks: Linear is no decoder"):
-        RunTasks(config, *state_of(lambda rngs: nnx.Linear(8, 8, rngs=rngs)))
+        RunTasks(settings, text_keys(config), *made)
 
 
 def test_tasks_need_evaluations():

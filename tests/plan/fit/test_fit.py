@@ -21,6 +21,7 @@ from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import check, complete
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.layout.capacity import state_bytes
 from jshard.system.jobs.peers import Peers
@@ -80,10 +81,11 @@ FEW = {"batch_size": 4}  # so that there are one or two micro-batches, traced on
 
 def pick(recipe, usable, **settings):
     """What is chosen if XLA needs as much as estimated, and what was compiled."""
-    config, compiled = config_of(recipe, **settings), []
-    mesh = make_mesh(config)
+    made, compiled = config_of(recipe, **settings), []
+    mesh = make_mesh(made)
 
-    def trace(config):
+    def trace(candidate):
+        config = candidate.apply(made)
         if (key := config.to_json()) not in TRACED:
             job = make_job(recipe, config, mesh)
             state = job.abstract_state()
@@ -93,12 +95,12 @@ def pick(recipe, usable, **settings):
             TRACED[key] = Traced(jaxpr, state, micro_batches, axes, {})
         return TRACED[key]
 
-    def compile(config):
-        compiled.append(chosen(config))
-        traced = trace(config)
+    def compile(candidate):
+        compiled.append(candidate)
+        traced = trace(candidate)
         return state_bytes(traced.state) + step_bytes(traced.jaxpr), None
 
-    return fit(config, mesh.size, usable, trace, compile), compiled
+    return fit(settings_of(made), mesh.size, usable, trace, compile), compiled
 
 
 def choose(recipe, workdir, **settings):
@@ -113,7 +115,7 @@ def chosen(config):
 
 def test_with_enough_memory_nothing_is_recomputed_nor_split(recipe):
     found, compiled = pick(recipe, ENOUGH, **FEW)
-    assert compiled == [chosen(found.config)] == [("none", 1)]
+    assert compiled == [found.choice] == [Candidate("none", 1)]
     assert re.fullmatch(r"remat none, 1 micro-batch: .* of 1.0 TiB .*", found.note)
 
 
@@ -122,12 +124,12 @@ def test_the_less_memory_the_more_is_recomputed_or_split(recipe):
     seen = []
     for mebibytes in (16, 6):
         found, compiled = pick(recipe, mebibytes * 2**20)
-        assert compiled == [chosen(found.config)]  # an estimate was enough
+        assert compiled == [found.choice]  # an estimate was enough
         assert "; " in found.note
         assert "would need about " in found.note
-        seen.append(chosen(found.config))
+        seen.append(found.choice)
     assert len(set(seen)) == 2
-    assert seen[0][1] < seen[1][1]
+    assert seen[0].accumulate < seen[1].accumulate
 
 
 @pytest.mark.slow
@@ -170,8 +172,8 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
 @pytest.mark.parametrize(("key", "value"), [("accumulate", 2), ("remat", "full")])
 def test_a_key_that_is_given_stays(recipe, key, value):
     found, _ = pick(recipe, ENOUGH, **FEW, **{f"policy__{key}": value})
-    assert found.config.policy[key] == value
-    assert "fit" not in chosen(found.config)
+    assert getattr(found.choice, key) == value
+    assert "fit" not in (found.choice.remat, found.choice.accumulate)
 
 
 def test_a_config_without_open_keys_is_left_alone(recipe, tmp_path):
@@ -209,7 +211,7 @@ def test_unresolved_keys_are_no_policy(recipe):
 
 def test_micro_batches_divide_the_examples_of_a_device(recipe):
     config = config_of(recipe, batch_size=96, policy__remat="names:qkv")
-    found = candidates(config, 24)
+    found = candidates(settings_of(config), 24)
     assert [(x.remat, x.accumulate) for x in found] == [
         ("names:qkv", 1), ("names:qkv", 2), ("names:qkv", 4),
     ]  # fmt: skip

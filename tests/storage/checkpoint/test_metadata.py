@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from jshard import inspect
 from jshard.export import export
-from jshard.inference.trained.trained_model import _take
+from jshard.recipe.make_config import take_recorded
 from jshard.storage.checkpoint import manifest, metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.storage.checkpoint.metadata import checked
@@ -130,7 +130,7 @@ def test_a_hostile_manifest_is_damage(size, step):
 def test_a_config_of_another_form_is_one_line(stored, tmp_path):
     config = ConfigDict({"model": {"width": 4}, "steps": 1})
     with pytest.raises(UserError, match="the run was of another recipe"):
-        _take(config, stored, tmp_path)
+        take_recorded(config, stored, tmp_path)
 
 
 def test_folders_whose_names_are_no_steps_are_left_alone(saved):

@@ -11,14 +11,17 @@ import pytest
 from ml_collections import ConfigDict
 
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.settings import LoggerSettings, settings_of
 from jshard.system.errors import UserError
 from jshard.training.run.loggers import services
 from jshard.training.run.metrics import RunFolder
 
 
-def config(**logger):
+def open_folder(path, resume_from=None, **logger):
     given = {"steps": 3, "batch_size": 2, "logger": logger}
-    return complete(ConfigDict(given), "test")
+    config = complete(ConfigDict(given), "test")
+    chosen = settings_of(config).logger
+    return RunFolder(path, config.to_dict(), logger=chosen, resume_from=resume_from)
 
 
 class FakeRun:
@@ -61,7 +64,7 @@ def runs(monkeypatch):
 
 
 def test_metrics_hyperparameters_and_text_are_sent_and_the_run_goes_on(runs, tmp_path):
-    with RunFolder(tmp_path, config(wandb="mine")) as folder:
+    with open_folder(tmp_path, wandb="mine") as folder:
         folder.write(1, {"loss": 2.0, "odd": float("nan")})
         folder.log(1, {"own": 3.0, "said": "<hi>"})
     (run,) = runs
@@ -70,13 +73,13 @@ def test_metrics_hyperparameters_and_text_are_sent_and_the_run_goes_on(runs, tmp
     assert run.lines[:2] == [{"step": 1, "loss": 2.0}, {"step": 1, "own": 3.0}]
     assert run.lines[2] == {"step": 1, "said": "<pre>&lt;hi&gt;</pre>"}
     assert run.ended == 0
-    with RunFolder(tmp_path, config(wandb="mine"), resume_from=1):
+    with open_folder(tmp_path, 1, wandb="mine"):
         pass
     assert runs[1].given["id"] == "abc"
 
 
 def test_a_service_that_fails_costs_a_warning(runs, tmp_path):
-    with RunFolder(tmp_path, config(wandb="mine")) as folder:
+    with open_folder(tmp_path, wandb="mine") as folder:
         folder.write(1, {"loss": 13.0})
         with pytest.warns(UserWarning, match=r"wandb: the server is gone; training co"):
             folder.flush()
@@ -93,8 +96,8 @@ def test_a_service_that_does_not_answer_is_left_behind_with_a_line(
     answer = threading.Event()
     monkeypatch.setattr(FakeRun, hangs, lambda *args, **given: answer.wait(10))
     said = "wandb has not answered for 0 s: the run ends without it"
-    given = config(wandb="mine")
-    with pytest.warns(UserWarning, match=said), RunFolder(tmp_path, given) as folder:
+    given = open_folder(tmp_path, wandb="mine")
+    with pytest.warns(UserWarning, match=said), given as folder:
         folder.write(1, {"loss": 2.0})
     assert list(tmp_path.glob("events.*"))
     answer.set()
@@ -104,10 +107,10 @@ def test_a_service_that_does_not_begin_or_is_missing_is_one_line(
     runs, tmp_path, monkeypatch
 ):
     with pytest.raises(UserError, match=r"logger\.wandb=locked: no such project$"):
-        RunFolder(tmp_path / "a", config(wandb="locked"))
+        open_folder(tmp_path / "a", wandb="locked")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'jshard\[mlflow\]'"):
-        services.check_loggers(config(mlflow="mine"))
+        services.check_loggers(LoggerSettings(mlflow="mine"))
 
 
 @pytest.mark.slow
@@ -119,9 +122,9 @@ def test_the_real_packages_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlflow'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    given = config(wandb="mine", mlflow="mine")
+    given = {"wandb": "mine", "mlflow": "mine"}
     for resume_from in (None, 2):
-        with RunFolder(tmp_path / "run", given, resume_from=resume_from) as folder:
+        with open_folder(tmp_path / "run", resume_from, **given) as folder:
             step = (resume_from or 0) + 1
             folder.write(step, {"loss": 1.0 / step})
             folder.log(step, {"drawn": np.ones((2, 3, 3)), "said": "hello"})

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import Event
 
 import jshard
@@ -27,7 +26,7 @@ from jshard.training.run.append import AppendedFile
 from jshard.training.run.metrics import RunFolder
 from jshard.training.throughput import Throughput
 
-CONFIG = ConfigDict({"steps": 3, "optimizer": {"betas": (0.9, 0.95)}})
+CONFIG = {"steps": 3, "optimizer": {"betas": (0.9, 0.95)}}
 
 
 def read_lines(path):
@@ -197,7 +196,7 @@ def test_a_folder_with_another_runs_metrics_is_refused_and_left_alone(tmp_path):
         folder.write(1, {"loss": 0.5})
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(UserError, match="already holds a run"):
-        RunFolder(tmp_path, ConfigDict())
+        RunFolder(tmp_path, {})
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 

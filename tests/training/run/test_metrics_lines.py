@@ -7,17 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 
 from jobs import environment
-from jshard.recipe.config.run_config import complete
 from jshard.training.report.run_files import read_metrics
 from jshard.training.run.append import AppendedFile
 from jshard.training.run.metrics import RunFolder
 from jshard.training.run.metrics_lines import NEWEST, cut_back, look_through
 
 ROOT = Path(__file__).parents[3]
-CONFIG = complete(ConfigDict({"steps": 9, "batch_size": 8, "optimizer": {}}), "mlp.py")
+CONFIG = {"steps": 9, "batch_size": 8, "optimizer": {}}
 
 
 def line(step: int, **values: float) -> str:

@@ -20,6 +20,7 @@ from jshard.recipe.changes import (
     read_config,
 )
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.settings import settings_of
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.jobs.log import Log
 from jshard.system.jobs.peers import Peers
@@ -50,10 +51,18 @@ def config():
     )
 
 
+def open_folder(path, config, **given):
+    return RunFolder(path, config.to_dict(), **given)
+
+
+def start_of(path, config):
+    return find_start(path, settings_of(config), config.to_dict(), Peers())
+
+
 def test_a_folder_in_place_of_the_metrics_is_one_line(config, tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl: Is a dir"):
-        find_start(tmp_path, config, Peers())
+        start_of(tmp_path, config)
 
 
 def test_checkpoints_that_cannot_be_listed_are_one_line(config, tmp_path, monkeypatch):
@@ -63,13 +72,13 @@ def test_checkpoints_that_cannot_be_listed_are_one_line(config, tmp_path, monkey
     (tmp_path / "checkpoints").mkdir()
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(UserError, match=r"cannot read .*/checkpoints: Permission"):
-        find_start(tmp_path, config, Peers())
+        start_of(tmp_path, config)
 
 
 @pytest.fixture
 def run(config, tmp_path):
     """The folder of a run that was killed after its sixth step."""
-    with RunFolder(tmp_path / "run", config) as folder:
+    with open_folder(tmp_path / "run", config) as folder:
         folder.note(recipe="mlp.py", sample="a")
         for step in range(1, 7):
             folder.write(step, {"loss": 1 / step})
@@ -87,7 +96,7 @@ def contents(folder):
 
 
 def test_a_config_is_the_one_that_it_was_written_as(run, config):
-    assert changed_keys(read_config(run), config) == {}
+    assert changed_keys(read_config(run), config.to_dict()) == {}
     assert describe_changes({}) == ""
 
 
@@ -98,7 +107,7 @@ def test_changed_new_and_lost_keys_are_told_in_one_line(run, config):
         config.optimizer.betas = (0.9, 0.99)
         config.sample.length = 3
         del config.eval_batches
-    changes = changed_keys(old, config)
+    changes = changed_keys(old, config.to_dict())
     assert changes == {
         "optimizer.learning_rate": (0.003, 0.001),
         "optimizer.betas": ([0.9, 0.95], [0.9, 0.99]),
@@ -119,11 +128,11 @@ def test_changed_new_and_lost_keys_are_told_in_one_line(run, config):
 def test_what_is_accepted_is_no_change(run, config):
     old = read_config(run)
     config.checkpoint.accept = ("model",)
-    assert changed_keys(old, config) == {}
+    assert changed_keys(old, config.to_dict()) == {}
 
 
-def test_a_group_that_became_a_value_is_a_change(config):
-    changes = changed_keys({"model": "mlp"}, ConfigDict({"model": {"width": 4}}))
+def test_a_group_that_became_a_value_is_a_change():
+    changes = changed_keys({"model": "mlp"}, {"model": {"width": 4}})
     assert changes == {"model": ("mlp", ABSENT), "model.width": (ABSENT, 4)}
 
 
@@ -132,7 +141,7 @@ def test_a_change_of_meaning_is_refused_with_the_flag_that_accepts_it(run, confi
     config.model.dropout = 0.1
     config.batch_size = 16
     config.steps = 20
-    changes = changed_keys(old, config)
+    changes = changed_keys(old, config.to_dict())
     with pytest.raises(UserError) as error:
         check_changes(changes, accept=("data",))
     message = str(error.value)
@@ -172,7 +181,7 @@ def test_a_folder_whose_config_cannot_be_read_is_an_error_that_names_it(text, tm
 def test_a_resumed_run_goes_on_after_its_step(run, config):
     before = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     config.steps = 20
-    with RunFolder(run, config, resume_from=4) as folder:
+    with open_folder(run, config, resume_from=4) as folder:
         kept = (run / "metrics.jsonl").read_bytes()
         folder.write(5, {"loss": 0.125})
         folder.note(sample="b")
@@ -187,13 +196,13 @@ def test_a_resumed_run_goes_on_after_its_step(run, config):
 
 def test_a_run_that_is_resumed_again_remembers_each_time(run, config):
     for step in (6, 2):
-        RunFolder(run, config, resume_from=step).__exit__()
+        open_folder(run, config, resume_from=step).__exit__()
     assert json.loads((run / "notes.json").read_text())["resumed"] == [6, 2]
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(run, config):
-    with RunFolder(run, config, resume_from=0):
+    with open_folder(run, config, resume_from=0):
         assert list(read_metrics(run)) == []
 
 
@@ -205,16 +214,16 @@ def test_a_run_without_checkpoints_starts_again_only_if_it_would_have_saved(
     (run / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     metrics = run / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    start = find_start(run, config, Peers())
+    start = start_of(run, config)
     assert (start.step, start.resumes) == (0, resumes)
     assert start.message.endswith("starting again from step 1" if resumes else "")
 
 
 def test_a_folder_whose_checkpoints_are_gone_does_not_start_again(run, config):
-    with RunFolder(run, config, resume_from=6) as folder:
+    with open_folder(run, config, resume_from=6) as folder:
         folder.write(4, {"checkpoint_bytes": 8})
     with pytest.raises(UserError, match=r"the checkpoints of .* are missing"):
-        find_start(run, config, Peers())
+        start_of(run, config)
 
 
 def lose(run):
@@ -234,7 +243,7 @@ def clear(run):
 @pytest.mark.parametrize("harm", [lose, replace, clear])
 def test_a_folder_that_is_gone_fails_a_save_and_the_end_of_a_run(harm, run, config):
     said = r"run was deleted, moved or replaced while the run trained in it"
-    folder = RunFolder(run, config, resume_from=6)
+    folder = open_folder(run, config, resume_from=6)
     folder.flush()
     harm(run)
     with pytest.raises(RunFailed, match=said):
@@ -244,7 +253,7 @@ def test_a_folder_that_is_gone_fails_a_save_and_the_end_of_a_run(harm, run, conf
 
 
 def test_a_run_killed_before_its_first_line_starts_again(config, tmp_path):
-    with RunFolder(tmp_path, config, resume_from=0) as folder:
+    with open_folder(tmp_path, config, resume_from=0) as folder:
         folder.write(1, {"loss": 0.5})
     (line,) = read_metrics(tmp_path)
     assert (line["step"], line["loss"]) == (1, 0.5)
@@ -253,7 +262,7 @@ def test_a_run_killed_before_its_first_line_starts_again(config, tmp_path):
 @pytest.mark.parametrize("step", [0, 4])
 def test_tensorboard_is_told_to_forget_the_steps_that_are_run_again(step, run, config):
     files = set(run.glob("events.*"))
-    with RunFolder(run, config, resume_from=step) as folder:
+    with open_folder(run, config, resume_from=step) as folder:
         folder.write(step + 1, {"loss": 0.5, "checkpoint_blocked": 0.25})
     (new,) = set(run.glob("events.*")) - files
     assert new.name > max(file.name for file in files)  # read after them
@@ -271,7 +280,7 @@ def test_a_line_that_is_none_of_metrics_is_an_error_that_changes_nothing(run, co
     (run / "metrics.jsonl").write_text("".join(lines))
     before = contents(run)
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 3, is not a line"):
-        RunFolder(run, config, resume_from=4)
+        open_folder(run, config, resume_from=4)
     assert contents(run) == before
 
 
@@ -281,7 +290,7 @@ def test_notes_that_are_no_json_are_an_error_that_changes_nothing(run, config):
     with pytest.raises(
         UserError, match=r"notes\.json holds no JSON.* give another --workdir"
     ):
-        RunFolder(run, config, resume_from=4)
+        open_folder(run, config, resume_from=4)
     assert contents(run) == before
 
 
@@ -297,7 +306,7 @@ def test_notes_of_another_form_are_an_error_that_changes_nothing(notes, run, con
     (run / "notes.json").write_text(json.dumps(notes))
     before = contents(run)
     with pytest.raises(UserError, match=r" in .*notes\.json is not as"):
-        RunFolder(run, config, resume_from=4)
+        open_folder(run, config, resume_from=4)
     assert contents(run) == before
 
 
@@ -306,12 +315,12 @@ def test_a_config_whose_groups_are_none_is_compared_all_the_same(group, run, con
     (run / "config.json").write_text(json.dumps({"checkpoint": group}))
     metrics = run / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    assert find_start(run, config, Peers()).step == 0
+    assert start_of(run, config).step == 0
 
 
 def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
     synced = []
-    with RunFolder(tmp_path, config) as folder:
+    with open_folder(tmp_path, config) as folder:
         folder.write(1, {"loss": 0.5})
         real = os.fsync
         monkeypatch.setattr(
@@ -320,7 +329,7 @@ def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
         folder.flush()
     files = [tmp_path / "metrics.jsonl", *tmp_path.glob("events.*")]
     assert {file.stat().st_ino for file in files} <= {file.st_ino for file in synced}
-    RunFolder(tmp_path, config, enabled=False).flush()
+    open_folder(tmp_path, config, enabled=False).flush()
 
 
 # The lock.
@@ -350,20 +359,20 @@ def test_a_folder_belongs_to_one_process_until_that_one_is_killed(
         before = contents(run)
         said = rf"another process \({process.pid}\) is training in --workdir={run}"
         with pytest.raises(UserError, match=said):
-            RunFolder(run, config, resume_from=resume_from)
+            open_folder(run, config, resume_from=resume_from)
         assert contents(run) == before
         process.send_signal(signal.SIGKILL)
         process.wait()
-        RunFolder(run, config, resume_from=resume_from).__exit__()
+        open_folder(run, config, resume_from=resume_from).__exit__()
 
 
 def test_an_open_folder_cannot_be_opened_again_and_a_closed_one_can(run, config):
     with (
-        RunFolder(run, config, resume_from=4),
+        open_folder(run, config, resume_from=4),
         pytest.raises(UserError, match=rf"another process \({os.getpid()}\)"),
     ):
-        RunFolder(run, config, resume_from=4)
-    RunFolder(run, config, resume_from=4).__exit__()
+        open_folder(run, config, resume_from=4)
+    open_folder(run, config, resume_from=4).__exit__()
 
 
 def test_a_lock_that_is_a_link_is_not_followed(run, config, tmp_path):

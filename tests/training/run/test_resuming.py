@@ -19,6 +19,7 @@ from jshard.data.position import read_position
 from jshard.export import export
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.config.settings import settings_of
 from jshard.recipe.load import open_recipe
 from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import UserError
@@ -38,7 +39,8 @@ def start_of(run: Path, held: int | None = None) -> Start:
         config = complete(recipe.get_config(), "tiny.py")
         given = {key.replace("__", "."): value for key, value in GIVEN.items()}
         override(config, given, "tiny.py")
-        return find_start(run, config, Peers(), held=held)
+        settings, recorded = settings_of(config), config.to_dict()
+        return find_start(run, settings, recorded, Peers(), held=held)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,5 +1,6 @@
 """What a run logs to: TensorBoard, and the services of `logger.wandb` and `.mlflow`."""
 
+import dataclasses
 import functools
 import importlib.util
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from jshard.recipe.config.run_config import Config, flatten
+from jshard.recipe.config.settings import LoggerSettings
 from jshard.system.errors import UserError
 from jshard.training.run.background import PATIENCE, Background
 
@@ -35,9 +36,9 @@ class Logger(Protocol):
         """Ends the run, and waits until all is sent; the last call."""
 
 
-def check_loggers(config: Config) -> None:
+def check_loggers(settings: LoggerSettings) -> None:
     """Raises a UserError if the package of a service is not installed."""
-    for name in _chosen(config):  # the service's package, and our extra
+    for name in _chosen(settings):  # the service's package, and our extra
         if importlib.util.find_spec(name) is None:
             raise UserError(
                 f"--config.logger.{name} needs the package {name}: "
@@ -50,8 +51,8 @@ class Loggers:
 
     One that fails is left out after a warning.
 
-    `ids` are those of the runs to go on with, by service; a new run has no
-    `resume_from`, the step after which it resumes.
+    `values` are all keys of the run, flattened. `ids` are those of the runs to go on
+    with, by service; a new run has no `resume_from`, the step after which it resumes.
 
     Attributes:
       ids: Of the runs in the services.
@@ -62,15 +63,15 @@ class Loggers:
 
     def __init__(
         self,
-        config: Config,
+        settings: LoggerSettings,
+        values: Mapping[str, Any],
         path: Path,
         ids: Mapping[str, str],
         resume_from: int | None = None,
     ):
-        values = flatten(config)
         self._loggers: dict[str, Logger] = {}
         self.ids: dict[str, str] = {}
-        for name, given in _chosen(config).items():
+        for name, given in _chosen(settings).items():
             try:
                 service = _open(name)(given, path, values, ids.get(name))
             except Exception as error:
@@ -137,9 +138,9 @@ def _act(logger: Logger, acts: Sequence[Callable[[Logger], None]]) -> None:
     logger.send()
 
 
-def _chosen(config: Config) -> dict[str, Any]:
-    group = config.get("logger", {})
-    return {name: group[name] for name in group if group[name]}
+def _chosen(settings: LoggerSettings) -> dict[str, str]:
+    given = dataclasses.asdict(settings)
+    return {name: given[name] for name in sorted(given) if given[name]}
 
 
 def _open(name: str) -> Callable[..., Any]:

@@ -1,0 +1,221 @@
+"""What a run is: the keys that every recipe shares, each declared once, with a type."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ml_collections import ConfigDict
+
+from jshard.sharding.settings.policy import BY_MEMORY, Policy
+from jshard.system.cli.knob import knob, knobs
+
+T = TypeVar("T")
+
+FIT = "fit"  # the value of a key that `plan.fit` chooses
+MOST_STEPS = 2**31 - 1  # steps are int32
+_REMAT, _ACCUMULATE = BY_MEMORY
+_SEED = 2**32 - 1  # the largest seed of NumPy's and Grain's generators
+
+
+def _or_fit(name: str) -> Any:
+    """Declares the key of a field of `Policy` that the memory may decide."""
+    field = knobs(Policy)[name]
+    help = f"{field.help}; fit: the fastest for which the memory suffices"
+    changed = dataclasses.replace(field, also=(FIT, *field.also), help=help)
+    return dataclasses.field(default=field.default, metadata={type(field): changed})
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+    """The sizes of the mesh's axes."""
+
+    fsdp: int = knob(
+        -1,
+        "number of shards of a parameter; -1 is all devices",
+        also=(-1,),
+        at_least=1,
+    )
+    replica: int | Literal["hosts"] = knob(
+        1,
+        "number of replicas of the sharded model (HSDP); hosts is one per host",
+        also=("hosts",),
+        at_least=1,
+    )
+    context: int = knob(1, "number of devices that share each sequence", at_least=1)
+    tensor: int = knob(
+        1,
+        "number of devices that share the heads and features of each layer",
+        at_least=1,
+    )
+    expert: int = knob(
+        1,
+        "number of devices that share the experts of each layer",
+        noun="a whole number (jshard.plan --search.mesh.expert=1,8 compares two)",
+        at_least=1,
+    )
+    pipe: int = knob(
+        1, "number of stages that share the layers, in a pipeline", at_least=1
+    )
+    cpu_devices: int = knob(
+        8,
+        "CPU devices per process without GPUs; JAX_NUM_CPU_DEVICES overrides it",
+        at_least=1,
+        at_most=1024,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenSettings:
+    """The keys of the policy that a run may leave to what fits the memory.
+
+    The others are those of `Policy` as they are (`make_policy`).
+    """
+
+    remat: str = _or_fit(_REMAT)
+    accumulate: int | Literal["fit"] = _or_fit(_ACCUMULATE)
+
+    @property
+    def open_keys(self) -> list[str]:
+        """What is left to the memory, by dotted key; empty if nothing is."""
+        return [f"policy.{x}" for x in BY_MEMORY if getattr(self, x) == FIT]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSettings:
+    """What is saved, and what a run starts from."""
+
+    every: int = knob(500, "steps between two saves; 0 is never", at_least=0)
+    keep: int = knob(3, "number of newest checkpoints to keep", at_least=1)
+    keep_every: int = knob(
+        0, "keep all checkpoints of steps that this divides; 0 is none", at_least=0
+    )
+    best: str = knob("", "keep the best by this metric too, e.g. eval_loss")
+    best_is: str = knob(
+        "lowest", "which value of that metric is best", choices=("lowest", "highest")
+    )
+    load_best: bool = knob(
+        False, "in Python, end Trainer.fit with the state of the best checkpoint"
+    )
+    local: int = knob(
+        0,
+        "steps between copies that hosts keep in case one is lost; 0 keeps none",
+        at_least=0,
+    )
+    local_dir: str = knob(
+        "/dev/shm", "where each host keeps them, not shared with others", kind=Path
+    )
+    restore: str = knob(
+        "",
+        "start from these parameters: a run's folder, with @best or @STEP at its "
+        "end for another than the newest checkpoint, a checkpoint (Orbax's too), "
+        "safetensors, or a Hugging Face folder or name",
+        kind=Path,
+        bucket=True,
+        hub="model",
+    )
+    restore_optimizer: bool = knob(False, "restore the optimizer state from there, too")
+    adapters: str = knob(
+        "", "start from the LoRA adapters in this PEFT folder", kind=Path, hub="model"
+    )
+    accept: tuple[str, ...] = knob(
+        (), "keys or groups that may differ from those of the resumed run: A,B"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggerSettings:
+    """The services that a run logs to, by the names of their packages."""
+
+    wandb: str = knob("", "log to this project of Weights & Biases, too")
+    mlflow: str = knob("", "log to this experiment of MLflow, too")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileSettings:
+    """What is traced."""
+
+    steps: str = knob(
+        "",
+        "steps to trace for Perfetto and XProf, the last included, e.g. 10:12",
+        noun="FIRST:LAST",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchSettings:
+    """How long the processes of a job wait for each other."""
+
+    silence: float = knob(
+        8.0,
+        "seconds without a heartbeat of a process until the job ends",
+        at_least=2,
+        at_most=60,  # JAX itself gives up after 100
+    )
+    stuck: float | Literal["auto"] = knob(
+        "auto",
+        "seconds without progress in any process until the job ends; 0 is "
+        "never, auto a minute or ten steps, whichever is longer",
+        kind=float,
+        also=("auto",),
+        at_least=0,
+        at_most=10_000_000,
+    )
+
+    @property
+    def limit(self) -> float | None:
+        """The seconds of `stuck`; None lets the job decide."""
+        return None if self.stuck == "auto" else self.stuck
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """A run, besides what its recipe's own keys say.
+
+    A recipe must set `steps` and `batch_size`; their defaults here are never used.
+    """
+
+    steps: int = knob(
+        1,
+        "number of optimizer updates; or of epochs, rounded up to steps: 3epochs",
+        noun="a whole number, or epochs like 3epochs",
+        at_least=1,
+    )
+    batch_size: int = knob(1, "global batch size, in examples", at_least=1)
+    seed: int = knob(
+        0, "seed of initial values, dropout and data order", at_least=0, at_most=_SEED
+    )
+    log_every: int = knob(10, "steps between two printed lines of metrics", at_least=1)
+    eval_every: int = knob(0, "steps between two evaluations; 0 is never", at_least=0)
+    eval_batches: int = knob(
+        0, "largest number of batches to evaluate; 0 is all validation data", at_least=0
+    )
+    eval_tasks: tuple[str, ...] = knob(
+        (),
+        "benchmarks of lm_eval to score at evaluations, e.g. hellaswag,lambada",
+        noun="TASK,...",
+    )
+    eval_limit: int = knob(0, "examples of each of these tasks; 0 is all", at_least=0)
+    mesh: MeshSettings = MeshSettings()
+    policy: OpenSettings = OpenSettings()
+    compiler_options: tuple[str, ...] = knob(
+        (), "options of XLA", noun="NAME=VALUE,..."
+    )
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logger: LoggerSettings = LoggerSettings()
+    profile: ProfileSettings = ProfileSettings()
+    watch: WatchSettings = WatchSettings()
+
+
+def settings_of(config: ConfigDict) -> RunSettings:
+    """Returns the keys of a complete config that every recipe shares."""
+    return _filled(RunSettings(), config)
+
+
+def _filled(defaults: T, config: ConfigDict) -> T:
+    """Returns settings with the values of a config in place of all defaults."""
+    values = {}
+    for field in dataclasses.fields(defaults):  # pyright: ignore[reportArgumentType]
+        value = config[field.name]
+        is_group = dataclasses.is_dataclass(field.default)
+        values[field.name] = _filled(field.default, value) if is_group else value
+    return type(defaults)(**values)
