@@ -8,8 +8,6 @@ is imported on first use: launchers and parents of workers need no JAX.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import jshard.system.cli.machine.quiet  # noqa: F401  # first: commands import JAX there
-
 if TYPE_CHECKING:
     from jshard import functional as functional
     from jshard import linen as linen

@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5134,
+    "system": 5041,
     "sharding": 1,
     "sharding/settings": 1921,
     "sharding/layout": 2480,
@@ -30,11 +30,11 @@ MOST_LINES = {
     "storage": 7799,
     "data": 6775,
     "recipe": 2459,
-    "plan": 6646,
-    "inference": 2514,
+    "plan": 6643,
+    "inference": 2513,
     "training": 5243,
-    "the commands": 1301,
-    "the public names": 698,
+    "the commands": 1299,
+    "the public names": 700,
 }
 MOST_CLASSES_IN_UNITS = 6
 MOST_LEVELS = 15
