@@ -85,7 +85,8 @@ def test_links_resolve():
 
 
 def test_files_that_are_named_exist():
-    assert {str(page): x for page in PAGES if (x := missing_files(page))} == {}
+    pages = [page for page in PAGES if not page.is_relative_to(CONF["DOCS"] / "log")]
+    assert {str(page): x for page in pages if (x := missing_files(page))} == {}
 
 
 def test_tables_have_rows():

@@ -9,7 +9,11 @@ import jax
 
 from jshard.inference.trained.trained_model import TrainedModel, open_model
 from jshard.storage.hub.online.download import pin
-from jshard.system.cli.machine import platform
+from jshard.system.cli.machine.platform import (
+    cache_compilations,
+    choose_platform,
+    start_devices,
+)
 from jshard.system.cli.options import STEP, Option
 from jshard.system.cli.terminal import show
 from jshard.system.jobs import cluster
@@ -64,17 +68,17 @@ def started(arguments: SimpleNamespace) -> Iterator[TrainedModel]:
     """
     job = find_cluster(vars(arguments))
     supervise(job)
-    without_gpus = platform.choose_platform()
-    platform.cache_compilations()
+    platform = choose_platform()
+    cache_compilations()
     with contextlib.ExitStack() as stack:
         path = str(arguments.model)
         if job is not None:
             peers = stack.enter_context(join(job))
             peers.limit(SILENCE, 0)  # a long text is one phase
             path = peers.publish("model", pin(path) if peers.index == 0 else "")
-        platform.start_devices()
-        if without_gpus:
-            note(without_gpus)
+        start_devices()
+        if platform:
+            note(platform)
         model = stack.enter_context(
             open_model(
                 path,
