@@ -14,9 +14,9 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5041,
+    "system": 5046,
     "sharding": 1,
-    "sharding/settings": 1921,
+    "sharding/settings": 1939,
     "sharding/layout": 2480,
     "sharding/axes": 564,
     "sharding/cpu": 423,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7799,
     "data": 6775,
     "recipe": 2486,
-    "plan": 6643,
+    "plan": 6644,
     "inference": 2525,
     "training": 5243,
     "the commands": 1299,

@@ -38,8 +38,10 @@ def happened(monkeypatch):
     jax.devices()  # which a client makes otherwise
     monkeypatch.setattr(distributed.global_state, "client", Client())
     monkeypatch.setattr("jshard.system.compat.coordination._waits", COUNTS)
-    for module in ("fsdp.program.together", "layout.initial_values"):
-        monkeypatch.setattr(f"jshard.{module}.processes_of", lambda devices: (0, 1))
+    for module in ("step.program.together", "layout.values.initial_values"):
+        monkeypatch.setattr(
+            f"jshard.sharding.{module}.processes_of", lambda devices: (0, 1)
+        )
     COUNTS.clear()
     jax.monitoring.register_event_duration_secs_listener(record)
     yield events
