@@ -203,7 +203,8 @@ def jax_newest(session: nox.Session) -> None:
         tests/sharding/collectives tests/sharding/update tests/sharding/units tests/nn
         tests/system/compat tests/test_parity.py tests/sharding/step/test_wrt.py
         tests/sharding/step/test_existing_model.py tests/sharding/settings/test_mesh.py
-        tests/sharding/settings/test_precision.py tests/storage/checkpoint/test_checkpoint.py
+        tests/sharding/settings/test_precision.py
+        tests/storage/checkpoint/test_checkpoint.py
         tests/storage/checkpoint/test_restore_memory.py"""
     pytest(session, python, f"{part(8)} {files}", env=KEPT)
 

@@ -172,12 +172,13 @@ def test_what_is_nested_deep_is_refused_by_every_command_that_reads_it(tmp_path)
 
 # What jshard's own processes tell each other, and what is part of the package.
 OWN_JSON = """
-checkpoint/local/exchange checkpoint/local/local_copies checkpoint/participants
-checkpoint/untrusted data/stream_state data/tokenizers/byte_pieces
-data/tokenizers/chat_template data/tokenizers/chat_template_program
-data/tokenizers/tokenizer_settings distributed/heartbeat distributed/peers
-distributed/rendezvous distributed/supervisor fit/fitted plan/search/process_pool
-plan/search/worker run/resume run/start training/agreement training/train_command
+data/stream_state data/tokenizers/byte_pieces data/tokenizers/chat_template
+data/tokenizers/chat_template_program data/tokenizers/tokenizer_settings plan/fit/fitted
+plan/search/process_pool plan/search/worker recipe/changes
+storage/checkpoint/local/exchange storage/checkpoint/local/local_copies
+storage/checkpoint/participants system/files/untrusted system/jobs/heartbeat
+system/jobs/peers system/jobs/rendezvous system/jobs/supervisor training/agreement
+training/run/start training/train_command
 """
 
 

@@ -105,7 +105,10 @@ def tests_of(file):
             test for where, tests in rows() if starts(file, where) for test in tests
         ]
     if top == "jshard" and len(folders) > 1:
-        found.append("/".join(["tests", *folders[:-1]]))
+        places = (
+            Path("tests", *folders[:end]) for end in range(len(folders) - 1, 0, -1)
+        )
+        found.append(str(next(x for x in places if (REPOSITORY / x).is_dir())))
     return [test for test in found if (REPOSITORY / test).exists()]
 
 

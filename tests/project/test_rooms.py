@@ -17,7 +17,7 @@ MOST_LINES = {
     "system": 5046,
     "sharding": 1,
     "sharding/settings": 1939,
-    "sharding/layout": 2480,
+    "sharding/layout": 2478,
     "sharding/axes": 564,
     "sharding/cpu": 423,
     "sharding/collectives": 716,

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "jshard"
-ROOMS = ("layout", "collectives", "cpu", "unit", "fsdp")
-TRACED = (*ROOMS, "optim", "nn", "parallel")
+LIBRARY = ("layout", "collectives", "cpu", "units", "pipeline", "step")
+ROOMS = tuple(f"sharding/{name}" for name in LIBRARY)
+TRACED = (*ROOMS, "sharding/update", "sharding/axes", "nn")
 LONGEST = 7  # positional parameters
 # Not "update", which is a method of optimizers, too.
 CHANGES = {"append", "extend", "insert", "add", "setdefault", "pop"}

@@ -23,14 +23,15 @@ LIMITS = {
     "restore": {"PATIENCE": 30.0},
     "step_folders": {"_LAST": 2**31 - 1, "_QUIET": 1.0, "_LATEST": 20.0},
     "stored_arrays": {"_CHUNK": 256 * MIB, "_FILE": 256 * MIB},
-    "untrusted": {"MOST_JSON": 32 * MIB, "_DEEPEST": 100},
 }
+OF_JSON = {"MOST_JSON": 32 * MIB, "_DEEPEST": 100}
 
 
-@pytest.mark.parametrize("module", LIMITS)
+@pytest.mark.parametrize("module", [*LIMITS, ""])
 def test_a_limit_is_what_it_was(module):
-    there = importlib.import_module(f"jshard.storage.checkpoint.{module}")
-    for name, value in LIMITS[module].items():
+    name = f"storage.checkpoint.{module}" if module else "system.files.untrusted"
+    there = importlib.import_module(f"jshard.{name}")
+    for name, value in LIMITS.get(module, OF_JSON).items():
         assert getattr(there, name) == value, name
 
 

@@ -316,7 +316,7 @@ CODE = [
     path
     for folder in ("jshard", "models", "train", "examples")
     for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
-    if PACKAGE / "compat" not in path.parents
+    if PACKAGE / "system/compat" not in path.parents
 ]
 
 
@@ -333,7 +333,7 @@ def test_no_other_room_has_private_calls():
 def test_what_is_allowed_and_looked_for_is_still_there():
     text = "\n".join(path.read_text() for path in CODE)
     assert [name for name in ALLOWED if name not in text] == []
-    compat = "\n".join(p.read_text() for p in (PACKAGE / "compat").glob("*.py"))
+    compat = "\n".join(p.read_text() for p in (PACKAGE / "system/compat").glob("*.py"))
     found = [n.partition(": ")[2] for n in private(ast.parse(compat))]
     assert any(MODULES.search(name) for name in found)
     assert any(name.rpartition(".")[2] in ATTRIBUTES for name in found)
@@ -357,7 +357,7 @@ def test_private_calls_are_found(code):
 
 
 def test_compat_imports_only_ground():
-    for path in (PACKAGE / "compat").glob("*.py"):
+    for path in (PACKAGE / "system/compat").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "") >= "jshard":
                 ours = (node.module or "").startswith("jshard")

@@ -50,7 +50,6 @@ def in_four_bits(
     if not wanted:
         return state
     own, whole = own_dtypes(state, policy), NamedSharding(mesh, PartitionSpec())
-    found = []
 
     def encode(path: tuple, variable: Any) -> Any:
         kind = policy.precision_at(path, own.get(path)).base
@@ -65,14 +64,13 @@ def in_four_bits(
             or path[-1] in _KEPT
         ):
             return variable
-        found.append(path)
         four_bit = FourBit(kind, shape, value.dtype.name)
         one = lambda x: four_bit.encode(jax.lax.with_sharding_constraint(x, whole))
         data = _over_leading(one, value, len(shape))
         return variable.copy(data, **{FOUR_BIT: four_bit, "out_sharding": None})
 
     frozen = nnx.map_state(encode, state.frozen)
-    if not found:
+    if not any(map(four_bit_of, nnx.to_flat_state(frozen).leaves)):
         name, kind = next(iter(wanted.items()))
         raise UserError(
             f"policy.{name}.base={kind!r} is for frozen matrices of layers, and there "

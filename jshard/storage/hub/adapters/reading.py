@@ -1,4 +1,4 @@
-"""Reads adapters from the files of Hugging Face's PEFT (``jshard.storage.hub.peft``)."""
+"""Reads adapters from the files of Hugging Face's PEFT (``storage/hub/peft.py``)."""
 
 import re
 from collections.abc import Mapping
