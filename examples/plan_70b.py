@@ -15,8 +15,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: there is no GPU
 
 from jshard.plan.planning import plan_recipe
-from jshard.recipe.config import complete
-from jshard.recipe.load import find_recipe, open_recipe
+from jshard.recipe import complete, find_recipe, open_recipe
 from jshard.system.formatting import format_bytes
 
 

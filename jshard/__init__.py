@@ -8,8 +8,6 @@ is imported on first use: launchers and parents of workers need no JAX.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import jshard.system.cli.machine.quiet  # noqa: F401  # first: commands import JAX there
-
 if TYPE_CHECKING:
     from jshard import functional as functional
     from jshard import linen as linen
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from jshard.sharding.units.modules import Unit as Unit
     from jshard.sharding.units.outside.gathered import gathered as gathered
     from jshard.storage.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from jshard.storage.hub.parameters import init_from as init_from
     from jshard.storage.hub.parameters import restore_orbax as restore_orbax
     from jshard.system.compat.versions import __version__ as __version__
     from jshard.system.errors import Preempted as Preempted
@@ -62,6 +61,7 @@ else:
         "__version__": "system.compat.versions",
         "gathered": "sharding.units.outside.gathered",
         "generate": "inference.generation.generator",
+        "init_from": "storage.hub.parameters",
         "make_mesh": "sharding.settings.mesh",
         "pmean": "sharding.collectives.reduce",
         "restore_orbax": "storage.hub.parameters",

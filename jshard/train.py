@@ -13,7 +13,6 @@ from pathlib import Path
 from jshard.data.loader_processes import leave_to_run
 from jshard.recipe.recipe_path import RECIPE_OPTIONS, find_recipe
 from jshard.system.cli.command import run_command
-from jshard.system.cli.machine.quiet import import_jax
 from jshard.system.cli.options import Command, Option
 from jshard.system.jobs import cluster
 from jshard.system.jobs.supervisor import supervise
@@ -47,7 +46,6 @@ def _train(argv: list[str]) -> None:
     path = find_recipe(str(arguments.config))
     job = None if arguments.help else cluster.find_cluster(vars(arguments))
     supervise(job)
-    import_jax()
     from jshard.training.train_command import train  # slow; a parent needs none of it
 
     train(COMMAND, arguments, path, job)

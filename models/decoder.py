@@ -12,8 +12,8 @@ from flax import nnx
 from jax import lax
 
 import jshard
-from jshard.inference.generation.weights_first import head_product
-from jshard.sharding.axes.tensor import with_all_columns
+from jshard.inference.generation import head_product
+from jshard.nn import with_all_columns
 
 
 class Features(NamedTuple):

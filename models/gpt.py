@@ -23,7 +23,7 @@ from jshard.models.layers import (
     linear,
     residual_std,
 )
-from jshard.sharding.axes.tensor import own_columns
+from jshard.nn import own_columns
 
 
 @dataclasses.dataclass(frozen=True)

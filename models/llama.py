@@ -29,8 +29,8 @@ from jshard.models.moe import (
     load_balancing_loss,
     without_padding,
 )
+from jshard.nn import own_columns
 from jshard.nn.tiles import tiled
-from jshard.sharding.axes.tensor import own_columns
 
 __all__ = ["Block", "Llama", "LlamaConfig"]
 

@@ -18,8 +18,7 @@ from jshard.inference.generation import kv_cache
 from jshard.models.layers import linear, residual_std, rms_norm
 from jshard.models.llama_config import LlamaConfig
 from jshard.models.rope import Rope, rotate_some
-from jshard.sharding.axes.context import on_whole_sequences
-from jshard.sharding.axes.tensor import norm_columns, own_columns
+from jshard.nn import norm_columns, on_whole_sequences, own_columns
 
 
 class Stream(NamedTuple):

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jshard
 from jshard.models.layers import residual_std
 from jshard.models.llama_config import ACTIVATIONS, LlamaConfig
-from jshard.sharding.axes.experts import on_experts
+from jshard.nn import on_experts
 
 
 class Load(NamedTuple):

@@ -23,8 +23,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
+from jshard.inference.generation import head_product
 from jshard.inference.generation.kv_cache import KVCache
-from jshard.inference.generation.weights_first import head_product
 from jshard.models.layers import embedding, linear, rms_norm
 from jshard.models.t5_attention import Attention, position_buckets
 from jshard.models.t5_config import T5Config

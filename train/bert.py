@@ -20,7 +20,7 @@ import jshard
 from jshard.data.tokenizers.tokenizer import BYTE_VOCAB, FileTokenizer, load_tokenizer
 from jshard.models import bert_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.bert import ACTIVATIONS, Bert, BertConfig
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer

@@ -19,7 +19,7 @@ from jshard.data.images.image_data import mixup, smooth_labels
 from jshard.models.images import classification_loss
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.models.vit import ViT, ViTConfig
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 
 CLASSES, SIZE = 10, 8
 _VALIDATION = 360  # images

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 import jshard
 from jshard.models import llama_huggingface as huggingface  # read by jshard, too
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 from jshard.recipes import gpt, llama
 from jshard.storage.hub.adapters.targets import add_lora_arguments
 

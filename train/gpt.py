@@ -22,7 +22,7 @@ from jshard.inference.generation import continue_prompts
 from jshard.models import gpt_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 from jshard.recipe.schedule.rates import learning_rate, rate_keys
 
 # Keys of data that are streamed, which recipes that change each text do not take.

@@ -22,7 +22,7 @@ from jshard.models import regnet_huggingface as huggingface  # noqa: F401  read 
 from jshard.models import regnet_timm as timm  # noqa: F401  likewise
 from jshard.models.images import classification_loss, normalize
 from jshard.models.regnet import RegNet, RegNetConfig
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 from jshard.recipes.digits import image_keys
 
 _IMAGES = 1_281_167

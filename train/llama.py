@@ -25,7 +25,7 @@ from jshard.models import llama_huggingface as huggingface  # noqa: F401  read b
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.models.llama_config import ACTIVATIONS
 from jshard.models.rope import SCALINGS
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 from jshard.recipes import gpt
 
 make_optimizer = gpt.make_optimizer

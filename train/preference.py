@@ -27,7 +27,7 @@ from jshard.data.preferences.preference_data import (
 )
 from jshard.models import llama_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.nn.preference import Answers, dpo, orpo, sum_of_answers
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 from jshard.recipes import finetune, gpt, llama
 
 trainable = finetune.trainable

@@ -24,7 +24,7 @@ from jshard.data.tokenizers.tokenizer import load_tokenizer
 from jshard.inference.generation import answer_inputs
 from jshard.models import t5_huggingface as huggingface  # noqa: F401  read by jshard
 from jshard.models.t5 import T5, T5Config
-from jshard.recipe.config.keys import Key
+from jshard.recipe import Key
 from jshard.recipes import gpt
 
 learning_rate = gpt.learning_rate

@@ -38,7 +38,6 @@ from jshard.recipe.schedule.epochs import set_epochs, take_epochs
 from jshard.storage.hub.online.outputs import names_at, write_text
 from jshard.system.cli.command import run_command
 from jshard.system.cli.machine.platform import choose_platform, make_cpu_devices
-from jshard.system.cli.machine.quiet import without_remarks
 from jshard.system.cli.options import Command, Option
 from jshard.system.cli.paths import is_remote
 from jshard.system.cli.terminal import show
@@ -126,33 +125,31 @@ def _plan(argv: list[str]) -> None:
         _check_topology(where)
         _check_files(arguments)
     speed = find_constants(str(arguments.constants))
-    if arguments.help or where == ATTACHED:
-        choose_platform()
-    else:  # compiling for absent GPUs runs on the CPU
+    choose_platform()
+    if not arguments.help and where != ATTACHED:  # absent GPUs: compiles on the CPU
         os.environ["JAX_PLATFORMS"] = "cpu"
         jax.config.update("jax_platforms", "cpu")
     with open_recipe(path) as recipe:
-        with without_remarks():
-            if arguments.help:
-                config = complete(recipe.get_config(), recipe.name)
-                show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
-                return
-            words, epochs = take_epochs(arguments.config_keys, recipe)
-            given = read_keys(recipe, words)
-            config = make_config(recipe, given)
-            set_epochs(recipe, config, epochs)
-            settings = settings_of(config)
-            given |= {"steps": settings.steps} if epochs else {}
-            if arguments.search or arguments.search_keys:
-                _search(arguments, recipe, given)
-                return
-            make_cpu_devices(settings.mesh.cpu_devices)
-            if arguments.trace and find_gpu(where) is None:
-                raise UserError(
-                    f"--trace={arguments.trace}: there is no timeline: the speed of "
-                    f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
-                )
-            plan = plan_recipe(recipe, config, where, speed, arguments.imbalance)
+        if arguments.help:
+            config = complete(recipe.get_config(), recipe.name)
+            show(f"{COMMAND.help()}\n{keys_help(config, recipe.name)}", end="")
+            return
+        words, epochs = take_epochs(arguments.config_keys, recipe)
+        given = read_keys(recipe, words)
+        config = make_config(recipe, given)
+        set_epochs(recipe, config, epochs)
+        settings = settings_of(config)
+        given |= {"steps": settings.steps} if epochs else {}
+        if arguments.search or arguments.search_keys:
+            _search(arguments, recipe, given)
+            return
+        make_cpu_devices(settings.mesh.cpu_devices)
+        if arguments.trace and find_gpu(where) is None:
+            raise UserError(
+                f"--trace={arguments.trace}: there is no timeline: the speed of "
+                f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
+            )
+        plan = plan_recipe(recipe, config, where, speed, arguments.imbalance)
         show("\n".join(plan_text.lines(plan)))
         for name, content in _FILES.items():
             if file := getattr(arguments, name):

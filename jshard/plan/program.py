@@ -21,7 +21,7 @@ from jshard.sharding.settings.mesh import (
     groups_of_examples,
     named_sizes,
 )
-from jshard.sharding.settings.state import TrainState
+from jshard.sharding.settings.state import TrainState, in_one_line
 from jshard.sharding.step.checks import check_precisions
 from jshard.system.errors import UserError
 
@@ -55,7 +55,8 @@ class Program:
         """Compiles it for its devices, with further options of XLA."""
         options = self.options | further
         if self.topology == ATTACHED:
-            return self.traced.lower().compile(options)
+            with in_one_line():
+                return self.traced.lower().compile(options)
         return compile_for(self.mesh, self.traced, options)
 
     def mfu(self, seconds: float) -> float | None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jshard.nn.attention import ABSENT_GPU
 from jshard.plan.fit.hardware import GPU, GPUS
-from jshard.system.cli.machine.quiet import has_cuda_plugin as has_plugin
+from jshard.system.cli.machine.platform import has_cuda_plugin as has_plugin
 from jshard.system.compat import absent_gpus
 from jshard.system.errors import UserError
 

@@ -204,8 +204,8 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
     note = describe(job.fsdp, run.abstract_state, first, job.train_step, run.hosts)
     if run.peers.count > 1:
         batch = abstract_batch(first, job.fsdp.mesh, job.fsdp.sequences)
-        step = job.train_step.trace(run.abstract_state, batch)  # which is kept
-        agree_on_program(run.peers, step.lower().as_text())
+        step = job.train_step.lower(run.abstract_state, batch)  # which is kept
+        agree_on_program(run.peers, step.as_text())
     more = {"memory": run.chosen, "data": recipe.note}
     if run.copies is not None:
         more["local copies"] = run.copies.describe(run.settings.checkpoint.local)

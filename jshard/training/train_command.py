@@ -17,8 +17,8 @@ from jshard.system.cli.machine.platform import (
     choose_platform,
     limit_collectives,
     make_cpu_devices,
+    start_devices,
 )
-from jshard.system.cli.machine.quiet import start_devices
 from jshard.system.cli.options import Command
 from jshard.system.cli.terminal import show
 from jshard.system.jobs.cluster import Cluster

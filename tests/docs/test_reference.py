@@ -1,5 +1,6 @@
 """What a user sees is documented: names, config keys, commands, exit codes."""
 
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -44,6 +45,22 @@ def unknown_keys(text: str) -> set[str]:
     own = tuple(f".{name}" for name in re.findall(r'"(\w+)": Key\(', text))
     given = set(re.findall(r"--config\.([a-z_][\w.]*\w)", text)) - known - {"key"}
     return {key for key in given if not key.endswith(own)}
+
+
+def missing_names(text: str) -> set[str]:
+    """Names below jshard that a page writes and that are not there."""
+    missing = set()
+    for name in set(re.findall(r"(?<![\w./-])jshard(?:\.[A-Za-z_]\w*)+", text)):
+        try:
+            pkgutil.resolve_name(name)
+        except AttributeError:
+            missing |= {name} - {"jshard.NAME", "jshard.COMMAND"}
+    return missing
+
+
+def test_names_that_pages_write_exist():
+    assert {str(p): names for p in PAGES if (names := missing_names(PAGES[p]))} == {}
+    assert missing_names("`jshard.fsdp.state`, jshard.Dropout") == {"jshard.fsdp.state"}
 
 
 def test_public_names_are_documented():

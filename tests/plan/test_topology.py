@@ -63,13 +63,15 @@ def test_other_specs_are_refused_with_what_is_possible(spec, says):
 
 
 def test_without_the_cuda_plugin_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("jshard.system.cli.machine.quiet._PLUGINS", ("no_such_module",))
+    monkeypatch.setattr(
+        "jshard.system.cli.machine.platform._PLUGINS", ("no_such_module",)
+    )
     with pytest.raises(jshard.UserError, match=r"pip install 'jshard\[plan\]'"):
         devices("h100:8")
 
 
 def test_jax_must_be_told_to_use_the_cpu(monkeypatch):
-    monkeypatch.setattr("jshard.system.cli.machine.quiet._PLUGINS", ("jax",))
+    monkeypatch.setattr("jshard.system.cli.machine.platform._PLUGINS", ("jax",))
     monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(jshard.UserError, match="set JAX_PLATFORMS=cpu"):
         devices("h100:8")

@@ -9,8 +9,11 @@ import jax
 
 from jshard.inference.trained.trained_model import TrainedModel, open_model
 from jshard.storage.hub.online.download import pin
-from jshard.system.cli.machine.platform import cache_compilations, choose_platform
-from jshard.system.cli.machine.quiet import start_devices
+from jshard.system.cli.machine.platform import (
+    cache_compilations,
+    choose_platform,
+    start_devices,
+)
 from jshard.system.cli.options import STEP, Option
 from jshard.system.cli.terminal import show
 from jshard.system.jobs import cluster

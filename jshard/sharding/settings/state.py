@@ -1,8 +1,9 @@
 """TrainState: everything that a step reads and writes, as one pytree."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jshard.sharding.settings.callers_mesh import all_on, given_back, own_mesh, taken
+from jshard.system.compat.programs.lines import is_of_product
 from jshard.system.errors import UserError
 
 
@@ -191,8 +193,9 @@ class Step(Generic[Result]):
         Explicit axes, results but the state are on that mesh.
 
         Raises:
-          UserError: state or batch was donated, is none or is on other devices, or a
-            layer left an array outside of its call.
+          UserError: state or batch was donated, is none or is on other devices, a
+            layer left an array outside of its call, or these devices cannot compute
+            in a dtype.
         """
         if not isinstance(state, TrainState):
             name = type(state).__name__
@@ -210,7 +213,9 @@ class Step(Generic[Result]):
         with own_mesh(self.mesh) as callers:
             if not all_on(arrays, self.mesh):
                 state = taken(state, self.mesh, "state")
-            outputs = self._run(run, state, taken(batch, self.mesh, "batch"))
+            batch = taken(batch, self.mesh, "batch")
+            with in_one_line():
+                outputs = run(state, batch)
             if self._after is not None:
                 self._after(outputs)
             is_state = lambda x: isinstance(x, TrainState)
@@ -220,16 +225,6 @@ class Step(Generic[Result]):
                 is_leaf=is_state,
             )
 
-    def _run(self, run: Callable, state: TrainState, batch: Any) -> Any:
-        try:
-            return run(state, batch)
-        except jax.errors.UnexpectedTracerError as error:
-            raise UserError(
-                "an array that a layer in units=, or a function that JAX traced, put "
-                "into a global or another object outside is read after the call; "
-                "return it, or put it into a list or dict that is an argument"
-            ) from error
-
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the jitted function; methods run as the step does."""
         found = getattr(self._jitted, name)
@@ -238,6 +233,29 @@ class Step(Generic[Result]):
 
         @own_mesh(self.mesh)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return found(*taken(args, self.mesh, name), **kwargs)
+            args = taken(args, self.mesh, name)
+            with in_one_line():
+                return found(*args, **kwargs)
 
         return run
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """Makes a UserError of what JAX refuses when it lowers a step."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise UserError(
+            "an array that a layer in units=, or a function that JAX traced, put "
+            "into a global or another object outside is read after the call; "
+            "return it, or put it into a list or dict that is an argument"
+        ) from error
+    except ValueError as error:
+        if not is_of_product(error):
+            raise
+        raise UserError(
+            f"the step has a product that these devices do not compute (JAX: {error}); "
+            "float16 has it in attention, for one: compute in bfloat16 or float32 "
+            "(precision.compute, or the model's dtype)"
+        ) from error

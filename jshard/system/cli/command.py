@@ -6,6 +6,7 @@ Exit codes:
   141: Nobody reads the output any more, as after `| head`.
 """
 
+import logging
 import os
 import re
 import select
@@ -19,6 +20,7 @@ from typing import NoReturn
 from jshard.system.cli.machine.address_space import lacks_memory, memory_advice
 from jshard.system.cli.terminal import open_outputs, show
 from jshard.system.cli.user_code import describe_user_error
+from jshard.system.compat.plugin_log import LOGGER, in_one_line
 from jshard.system.errors import Interrupted, Preempted, RunFailed, UserError
 from jshard.system.formatting import one_line, printable
 
@@ -38,6 +40,7 @@ def run_command(command: Callable[[list[str]], None]) -> None:
       command: called with the arguments after the program's name.
     """
     open_outputs()
+    logging.getLogger(LOGGER).addFilter(in_one_line)
     warnings.formatwarning = _format_warning
     try:
         command(sys.argv[1:])

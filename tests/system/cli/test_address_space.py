@@ -13,9 +13,7 @@ from jshard.system.errors import UserError
 from resumable import RECIPE
 
 
-@pytest.mark.parametrize(
-    "words", [("train", "--config=tiny.py"), ("export", "run", "out")]
-)
+@pytest.mark.parametrize("words", [("train", "--config=tiny.py"), ("inspect", "run")])
 def test_a_limit_below_what_jax_needs_is_one_line_before_anything_is_written(
     words, tmp_path
 ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jshard.train
-from jshard.system.cli.machine.quiet import has_cuda_plugin
+from jshard.system.cli.machine.platform import has_cuda_plugin
 from tiny_runs import RECIPE, expect_one_line, read_metrics
 
 ROOT = Path(__file__).parents[3]

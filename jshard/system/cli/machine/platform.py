@@ -1,5 +1,6 @@
 """What a command sets up before JAX creates its devices."""
 
+import importlib.util
 import math
 import os
 import sys
@@ -9,16 +10,24 @@ from pathlib import Path
 
 import jax
 
-from jshard.system.cli.machine.quiet import (
-    has_accelerator,
-    has_cuda_plugin,
-    start_devices,
-)
+from jshard.system.cli.machine.address_space import check_address_space
 from jshard.system.compat.plugin_log import FAILED
 from jshard.system.errors import UserError
 
 TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
 COMPILED = "compiled"  # programs in the folder of a run on several hosts
+_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def has_accelerator() -> bool:
+    """Returns whether this machine seems to have a GPU or a TPU."""
+    devices = ("nvidia[0-9]*", "dxg", "kfd", "accel*", "vfio/[0-9]*")
+    return any(next(Path("/dev").glob(name), None) for name in devices)
+
+
+def has_cuda_plugin() -> bool:
+    """Returns whether JAX's CUDA plugin is installed."""
+    return any(map(importlib.util.find_spec, _PLUGINS))
 
 
 def choose_platform() -> str:
@@ -29,7 +38,11 @@ def choose_platform() -> str:
     Returns:
       What to tell the user where a GPU was expected, as in a container that was started
       without them; empty if none was.
+
+    Raises:
+      UserError: This process may not have the memory that JAX takes.
     """
+    check_address_space()
     unset = not os.environ.get("JAX_PLATFORMS")
     if sys.platform == "linux" and unset and not has_accelerator():
         os.environ["JAX_PLATFORMS"] = "cpu"  # for child processes
@@ -43,9 +56,32 @@ def choose_platform() -> str:
 
 
 def use_cpu() -> None:
-    """Leaves the GPUs to the run whose checkpoint a command reads."""
+    """Leaves the GPUs to the run whose checkpoint a command reads.
+
+    Raises:
+      UserError: This process may not have the memory that JAX takes.
+    """
+    check_address_space()
     jax.config.update("jax_platforms", "cpu")
     start_devices()
+
+
+def start_devices() -> None:
+    """Creates JAX's devices.
+
+    Raises:
+      UserError: there are none of those that JAX_PLATFORMS names.
+    """
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # without a plugin it only asserts
+        if not (platforms := os.environ.get("JAX_PLATFORMS")):
+            raise
+        said = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX finds no such device{said}; unset it to "
+            "compute on what this machine has"
+        ) from error
 
 
 def make_cpu_devices(count: int) -> None:

@@ -67,3 +67,8 @@ def is_of_sharding(error: Exception) -> bool:
 def is_of_forward_mode(error: Exception) -> bool:
     """Returns whether JAX refuses forward-mode derivatives of a ``custom_vjp``."""
     return any(x in str(error) for x in ("(jvp) to a custom_vjp", "'custom_lin'"))
+
+
+def is_of_product(error: Exception) -> bool:
+    """Returns whether JAX refuses the dtypes of a product on these devices."""
+    return "is not supported by dot_general on" in str(error)
