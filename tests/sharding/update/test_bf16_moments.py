@@ -31,7 +31,7 @@ from jshard.sharding.update.bf16_moments import Bf16MomentsState
 from jshard.storage.checkpoint.restore import restore_state
 
 # The module, not the function of its name.
-bf16_moments = importlib.import_module("jshard.optim.bf16_moments")
+bf16_moments = importlib.import_module("jshard.sharding.update.bf16_moments")
 POLICY = jshard.Policy(min_shard_elements=0)
 
 

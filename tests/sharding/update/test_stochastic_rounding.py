@@ -24,7 +24,7 @@ from jshard.sharding.update.end_of_step import update
 from jshard.sharding.update.whole_layers import sharded_update
 
 # The module, not the function of its name.
-bf16_moments = importlib.import_module("jshard.optim.bf16_moments")
+bf16_moments = importlib.import_module("jshard.sharding.update.bf16_moments")
 POLICY = jshard.Policy(min_shard_elements=0)
 ALL_BITS = jnp.arange(2**16, dtype=jnp.uint16)
 KEY = (jnp.uint32(1), jnp.uint32(2))

@@ -81,9 +81,10 @@ def _not_alone(tx: Transformation, params: Any, stacks: set[str]) -> str | None:
         if choices(tx, params) != choices(tx, layer(params, 0)):
             return "a mask or label chooses otherwise for one layer than for all"
         for args, results in calls(tx, tiny(params, None)):
-            *trees, value = args
+            grads, state, here, value = args
             for index in (0, -1):
-                got = updated(tx, *(layer(x, index) for x in trees), value)
+                trees = (layer(x, index) for x in (grads, state, here))
+                got = updated(tx, *trees, value=value)
                 want = jax.tree.leaves(layer(results, index))
                 if not all(map(same, jax.tree.leaves(got), want)):
                     return "a layer alone is updated otherwise than among all"

@@ -5,7 +5,7 @@ They have the paths and ranks of a model's parameters, in float32.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jshard.sharding.update.call_optax import call
 from jshard.system.compat.jaxprs import connections
 from jshard.system.compat.xla_options import QUICK
 
-Transformation = optax.GradientTransformation
+Transformation: TypeAlias = optax.GradientTransformation
+Form: TypeAlias = Callable[[Any], Any]  # from a tree of Stacks to one of tensors
 
 SIDE = 3  # at most, of the tiny arrays
 # In float32. Weights are about 100, so that a decay of 1e-5 is five times as much.
@@ -119,9 +120,6 @@ def same(x: Any, y: Any) -> bool:
 
 
 # Forms in which the layers of Stacks are tensors of their own.
-
-
-Form = Callable[[Any], Any]  # from a tree of Stacks to one of tensors
 
 
 def one_layer(tree: Any) -> Any:
