@@ -1,6 +1,6 @@
 """Asks an optimizer whether one layer of a Stack can be updated without all others.
 
-Two things must hold, why is in docs/decisions/streaming.md. By dataflow: what is
+Two things must hold, why is in docs/decisions/optimizers.md. By dataflow: what is
 computed of a Stack's arrays needs no others, but counts and rates. By values: one layer
 of an array, (1, ...), is updated as it is among all, (L, ...).
 """
