@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5134,
+    "system": 5154,
     "sharding": 1,
     "sharding/settings": 1921,
     "sharding/layout": 2480,
@@ -22,7 +22,7 @@ MOST_LINES = {
     "sharding/cpu": 423,
     "sharding/collectives": 716,
     "sharding/float8": 792,
-    "sharding/update": 1799,
+    "sharding/update": 2006,
     "sharding/units": 2448,
     "sharding/pipeline": 1127,
     "sharding/step": 2260,
@@ -34,7 +34,7 @@ MOST_LINES = {
     "inference": 2514,
     "training": 5243,
     "the commands": 1301,
-    "the public names": 698,
+    "the public names": 700,
 }
 MOST_CLASSES_IN_UNITS = 6
 MOST_LEVELS = 15

@@ -48,9 +48,10 @@ def muon(
         learning_rate,
         ns_coeffs,
         ns_steps,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
         mu_dtype=mu_dtype,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
+        adam_learning_rate=adam_learning_rate,
         muon_weight_dimension_numbers=muon_weight_dimension_numbers,
     )
     given = muon_weight_dimension_numbers

@@ -90,7 +90,7 @@ COUPLED = {
     "clip": (optax.chain(CLIP, optax.sgd(1e-3)), "the update of a depends on b"),
     "far": (optax.chain(optax.sgd(1e-3), FAR), "the update of a depends on b"),
     "late": (late(), "the update of a depends on b"),
-    "masked": (optax.masked(CLIP, by_path), "the update of b depends on"),
+    "one stack": (optax.masked(FAR, by_path), "a layer alone is updated otherwise"),
     "finite": (optax.apply_if_finite(optax.sgd(1.0), 3), "the update of a depends"),
     "a norm": (optax.normalize_by_update_norm(), "the update of a depends on b"),
     "layers": (
@@ -116,7 +116,7 @@ COUPLED = {
 }
 
 
-@pytest.mark.quick("far", "late", "finite", "size", "layers")
+@pytest.mark.quick("far", "late", "one stack", "finite", "size", "layers")
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_couples_layers_is_named_whatever_its_threshold(name):
     tx, said = COUPLED[name]

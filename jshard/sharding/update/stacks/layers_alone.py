@@ -5,6 +5,7 @@ computed of a Stack's arrays needs no others, but counts and rates. By values: o
 of an array, (1, ...), is updated as it is among all, (L, ...).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -80,7 +81,7 @@ def _not_alone(tx: Transformation, params: Any, stacks: set[str]) -> str | None:
     try:
         if choices(tx, params) != choices(tx, layer(params, 0)):
             return "a mask or label chooses otherwise for one layer than for all"
-        for args, results in calls(tx, tiny(params, None)):
+        for args, results in _trials(tx, tiny(params, None), stacks):
             grads, state, here, value = args
             for index in (0, -1):
                 trees = (layer(x, index) for x in (grads, state, here))
@@ -93,6 +94,23 @@ def _not_alone(tx: Transformation, params: Any, stacks: set[str]) -> str | None:
     except Exception as error:  # the user's: it may look for what one layer has not
         return f"it raises {type(error).__name__} for one layer alone"
     return None
+
+
+def _trials(tx: Transformation, params: Any, stacks: set[str]) -> Iterator[tuple]:
+    """Yields calls, and one in which the first layers' gradients are not numbers.
+
+    These reach other layers through a norm, whatever is clipped to.
+    """
+    grads, others = params, []
+    for args, results in calls(tx, params):
+        yield args, results
+        grads, *others = args
+    leaves = [x.copy() for x in jax.tree.leaves(grads)]
+    for (home, _), x in zip(_with_homes(params, grads), leaves, strict=True):
+        if home in stacks:
+            x[0] = np.nan
+    grads = jax.tree.unflatten(jax.tree.structure(grads), leaves)
+    yield (grads, *others), updated(tx, grads, *others)
 
 
 def _with_homes(params: Any, tree: Any) -> list[tuple[Home, Any]]:
