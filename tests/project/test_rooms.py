@@ -34,7 +34,7 @@ MOST_LINES = {
     "inference": 2514,
     "training": 5243,
     "the commands": 1301,
-    "the public names": 700,
+    "the public names": 704,
 }
 MOST_CLASSES_IN_UNITS = 6
 MOST_LEVELS = 15

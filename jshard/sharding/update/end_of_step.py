@@ -18,7 +18,7 @@ from jshard.sharding.settings.scopes import UPDATE
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.update import counts, ema, loss_scale
 from jshard.sharding.update.call_optax import check_opt_state, first_state, next_updates
-from jshard.sharding.update.chain import parts_of
+from jshard.sharding.update.stacks.chain import parts_of
 from jshard.sharding.update.stacks.layers_alone import streams
 from jshard.sharding.update.streamed_update import streamed_update
 from jshard.sharding.update.whole_layers import sharded_update
