@@ -34,7 +34,7 @@ from jshard.system.errors import UserError
 
 GIB, BUS = 2**30, 55e9  # bytes/s, one way, of 16 lanes of PCIe 5 in practice
 ADAMW = optax.adamw(1e-4)
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+OPTIMIZER = jshard.optim.chain(optax.clip_by_global_norm(1.0), ADAMW)
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _TYPE = re.compile(r"(pred|[a-z]+\d+)\[([\d,]*)\](\{[^}]*\})?")
 _WORK = re.compile(

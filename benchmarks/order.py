@@ -33,7 +33,7 @@ def make_step(width: int, devices: int, remat: str) -> tuple[Callable, list[floa
     )  # fmt: skip
     mesh = jshard.make_mesh(devices=jax.devices()[:devices])
     fsdp = jshard.FSDP(mesh, jshard.Policy(remat=remat))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    optimizer = jshard.optim.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     state = fsdp.init(lambda rngs: GPT(config, rngs=rngs), optimizer)
     tokens = np.random.RandomState(0).randint(0, 256, (16, 128))
     batch = fsdp.shard_batch(

@@ -80,7 +80,7 @@ def held_out():
 def main(steps, replica, folder):
     mesh = jshard.make_mesh(replica=replica)
     fsdp = jshard.FSDP(mesh, jshard.Policy(remat="dots"), units=(Block, nnx.Embed))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    optimizer = jshard.optim.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     train_step = fsdp.train_step(loss_fn, optimizer)
     eval_step = fsdp.eval_step(loss_fn)
 

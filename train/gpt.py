@@ -200,7 +200,8 @@ def make_optimizer(config):
     )
     if options.moment_dtype == "bfloat16":
         adamw = jshard.optim.bf16_moments(adamw, seed=config.seed)
-    return optax.chain(optax.clip_by_global_norm(options.clip_norm), adamw)
+    clip = optax.clip_by_global_norm(options.clip_norm)
+    return jshard.optim.chain(clip, adamw)
 
 
 def decayed(params):

@@ -209,7 +209,7 @@ def make_step(
         hidden=4 * width,
     )
     fsdp = jshard.FSDP(mesh, jshard.Policy(**knobs))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    optimizer = jshard.optim.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def loss_fn(model: Llama, batch: dict[str, jax.Array]) -> jshard.Mean:
         with jax.default_matmul_precision("highest"):

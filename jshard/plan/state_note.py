@@ -120,6 +120,6 @@ def _streamed(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
         return []
     is_per_layer = lambda x: isinstance(x, PerLayerState)
     said = map(is_per_layer, jax.tree.leaves(state.opt_state, is_leaf=is_per_layer))
-    known = "optax's own treats numbers alone, as its names tell"
-    reason = "as per_layer says" if any(said) else known
+    asked = "the optimizer updates one alone as it does among all"
+    reason = "as per_layer says" if any(said) else asked
     return [("update", f"a layer of a Stack at a time: {reason}")]

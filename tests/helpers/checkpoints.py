@@ -59,9 +59,7 @@ class Wider(Model):
         self.tail = nnx.Linear(24, 8, rngs=rngs)
 
 
-OPTIMIZER = optax.chain(
-    optax.clip_by_global_norm(1.0), jshard.optim.per_layer(optax.contrib.muon(1e-2))
-)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), jshard.optim.muon(1e-2))
 
 
 def loss_fn(model: Any, batch: jax.Array) -> jshard.Mean:

@@ -133,7 +133,7 @@ def lower_step(
 
 
 def _chain(tx: Any) -> Any:
-    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+    return jshard.optim.chain(optax.clip_by_global_norm(1.0), tx)
 
 
 # As parity has them: each behind global clipping, per_layer where tensors are looked at
@@ -146,7 +146,7 @@ OPTIMIZERS = {
         jshard.optim.per_layer(optax.adafactor(1e-3, min_dim_size_to_factor=8))
     ),
     "lamb": _chain(jshard.optim.per_layer(optax.lamb(1e-3))),
-    "muon": _chain(jshard.optim.per_layer(optax.contrib.muon(1e-3))),
+    "muon": _chain(jshard.optim.muon(1e-3)),
 }
 
 

@@ -163,9 +163,19 @@ ELEMENTWISE = ("sgd", "lion")  # these do not care what is one tensor
 
 def optimizer(name: str, per_layer: Callable = lambda tx: tx) -> Any:
     """An optax optimizer behind global clipping, under ``per_layer`` where it needs."""
+    if per_layer is jshard.optim.per_layer:
+        tx = of_layers(name)
+    else:
+        tx = TRANSFORMATIONS[name]()
+    return jshard.optim.chain(optax.clip_by_global_norm(CLIP), tx)
+
+
+def of_layers(name: str) -> Any:
+    """An optimizer for Stacks, under ``per_layer`` where it needs."""
+    if name == "muon":
+        return jshard.optim.muon(1e-2)
     tx = TRANSFORMATIONS[name]()
-    tx = tx if name in ELEMENTWISE else per_layer(tx)
-    return optax.chain(optax.clip_by_global_norm(CLIP), tx)
+    return tx if name in ELEMENTWISE else jshard.optim.per_layer(tx)
 
 
 def make_update(tx: Any) -> Callable[..., tuple[Any, Any]]:

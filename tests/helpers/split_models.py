@@ -256,8 +256,7 @@ def _prepare(optimizer: str = "adamw", **options: Any) -> tuple:
     mesh = {name: options.pop(name) for name in names if name in options}
     policy = jshard.Policy(min_shard_elements=0, **options)
     fsdp = jshard.FSDP(jshard.make_mesh(**mesh), policy, sequences=SEQUENCES)
-    tx = parity.TRANSFORMATIONS[optimizer]()
-    return fsdp, tx if optimizer in parity.ELEMENTWISE else jshard.optim.per_layer(tx)
+    return fsdp, parity.of_layers(optimizer)
 
 
 def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:

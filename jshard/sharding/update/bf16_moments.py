@@ -23,7 +23,6 @@ from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.specs import follow
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.update.per_layer import asking, first_layer, layers_here
-from jshard.sharding.update.stacks.known import with_whole_layers
 
 
 class Bf16MomentsState(NamedTuple):
@@ -56,7 +55,7 @@ def bf16_moments(
       tx: any optax transformation.
       seed: the seed of the rounding.
     """
-    tx = optax.with_extra_args_support(with_whole_layers(tx))
+    tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Bf16MomentsState:
         narrow = lambda name, depth, x: x.astype(jnp.bfloat16)

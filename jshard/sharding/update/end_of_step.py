@@ -18,14 +18,8 @@ from jshard.sharding.settings.scopes import UPDATE
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.update import counts, ema, loss_scale
 from jshard.sharding.update.call_optax import check_opt_state, first_state, next_updates
-from jshard.sharding.update.stacks.known import (
-    OF_LAYERS,
-    OF_NUMBERS,
-    OF_TENSORS,
-    check_masks,
-    stages_of,
-    unknown_part,
-)
+from jshard.sharding.update.stacks.chain import parts_of
+from jshard.sharding.update.stacks.layers_alone import streams
 from jshard.sharding.update.streamed_update import streamed_update
 from jshard.sharding.update.whole_layers import sharded_update
 from jshard.system.errors import UserError
@@ -149,33 +143,34 @@ def update(
     Arrays in host memory (``Policy.offload``) are streamed through the update.
 
     Raises:
-      UserError: arrays are in host memory, and the optimizer is not known to treat
-        layers independently.
+      UserError: arrays are in host memory, and the optimizer does not treat layers
+        independently.
     """
     run = functools.partial(_run, mesh, policy)
     if policy.offload is None:
         return run(optimizer, moving, given)
     params, opt_state, averages = moving
     grads, loss, count, finite = given
-    # Optimizers are chains here, whose last stages may all keep layers apart.
-    stages, nothing = stages_of(optimizer), optax.EmptyState()
-    states = (opt_state,) if stages is None else opt_state
-    stages = [optax.identity(), *(stages or [optimizer]), optax.identity()]
+    # Optimizers are chains here, whose last parts may all be streamed.
+    parts, nothing = parts_of(optimizer), optax.EmptyState()
+    states = (opt_state,) if parts is None else opt_state
+    stages = [optax.identity(), *(parts or [optimizer]), optax.identity()]
     states = (nothing, *states, nothing)
-    number = len(stages)
-    while number > 1 and unknown_part(stages[number - 1], OF_LAYERS) is None:
-        number -= 1
+    number, separate, problem = len(stages), True, None
+    while number > 1:
+        problem, alone = streams(stages[number - 1], params)
+        if problem:
+            break
+        number, separate = number - 1, separate and alone
     if any(map(on_host, jax.tree.leaves(states[:number]))):
         raise UserError(
-            f"policy.offload: {unknown_part(stages[number - 1], OF_LAYERS)} in the "
-            "optimizer is not known to treat the layers of a Stack independently, so "
-            "no state of it or before it can be updated a layer at a time; clip first "
-            "and put what follows in per_layer, which gives it one layer's tensors, as "
-            "in optax.chain(optax.clip_by_global_norm(1.0), "
+            f"policy.offload: {problem}, so the optimizer's state cannot be updated a "
+            "layer at a time; write jshard.optim.chain, whose first parts have all "
+            "gradients at once, with what looks at whole tensors in per_layer, as in "
+            "jshard.optim.chain(optax.clip_by_global_norm(1.0), "
             "jshard.optim.per_layer(optax.lamb(1e-3))), or use offload=None"
         )
     front, layered = optax.chain(*stages[:number]), optax.chain(*stages[number:])
-    check_masks(layered, params)
     here = jax.tree.map(on_device, params)
     args = grads, states[:number], here
     grads, first = next_updates(front, *args, value=loss, mesh=mesh)
@@ -186,10 +181,10 @@ def update(
         (params, states[number:], averages),
         (grads, loss, count, finite),
         params,
-        separate=unknown_part(layered, OF_NUMBERS | OF_TENSORS) is None,
+        separate=separate,
     )
     states = (*first, *last)[1:-1]
-    return params, states[0] if stages_of(optimizer) is None else states, averages
+    return params, states[0] if parts is None else states, averages
 
 
 def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> Moving:

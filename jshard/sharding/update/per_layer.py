@@ -17,7 +17,7 @@ import optax
 from jshard.sharding.layout.layer_dims import layer_dims, stack_of, without_layers
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
-from jshard.sharding.update.stacks.known import with_whole_layers
+from jshard.sharding.update.whole_layers import check_products
 
 # The index of the layer being updated, in each Stack around it.
 layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())
@@ -46,25 +46,23 @@ def per_layer(
     """Applies ``tx`` to every layer of a Stack separately, and once to all else.
 
     For optimizers that treat a leaf as one tensor (LAMB, LARS, Adafactor, adaptive
-    clipping) or look at its rank (Muon, ``ndim >= 2`` masks). What spans the entire
-    model stays outside: ``optax.chain(optax.clip_by_global_norm(1.0),
-    jshard.optim.per_layer(muon(1e-3)))``.
+    clipping) or look at its rank (``ndim >= 2`` masks; for Muon use
+    ``jshard.optim.muon``). What spans the entire model stays outside:
+    ``jshard.optim.chain(optax.clip_by_global_norm(1.0),
+    jshard.optim.per_layer(optax.lamb(1e-3)))``.
 
     It also says that layers are independent: what is elementwise or reduces is mapped
-    over the shards of all layers, products of matrices (Muon's, and those of
-    ``whole_layers``) get complete layers, and states in host memory
-    (``Policy.offload``) are streamed, a layer at a time.
+    over the shards of all layers, and states in host memory (``Policy.offload``) are
+    streamed, a layer at a time. Products of matrices need complete layers, which
+    ``whole_layers`` asks for; in a step that shards them, others are a UserError.
 
     Every Stack has its own state: a transformation that looks across parameters
     (``optax.clip_by_global_norm``, say) sees those of one layer of one Stack.
 
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
-
-    Raises:
-      UserError: ``optax.contrib.muon`` is inside of ``optax.inject_hyperparams``.
     """
-    tx = optax.with_extra_args_support(with_whole_layers(tx))
+    tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> PerLayerState:
         if asking.get():
@@ -143,4 +141,6 @@ def _update_layers(update: Callable, args: tuple) -> Any:
             return update(*args)
 
     length = jax.tree.leaves(args)[0].shape[0]
+    of_one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    check_products(one_layer, (jnp.int32(0), *jax.tree.map(of_one, args)))
     return jax.vmap(one_layer)(first_layer.get() + jnp.arange(length), *args)

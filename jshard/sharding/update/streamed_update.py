@@ -2,7 +2,7 @@
 
 The update is called with a part of the arrays, all others masked: with one layer of a
 Stack, in a scan over its layers, or with one parameter outside Stacks. That this is the
-update of all ``per_layer`` says, or the names of what optax does (``stacks/known.py``).
+update of all is asked beforehand (``stacks/layers_alone.py``).
 
 Each iteration of the scan fetches layer l while the results of layer l - 1 leave. Of
 two arrays of about the same size, the first is fetched while the results of the second
@@ -54,7 +54,7 @@ def streamed_update(
     """
     leaves, tree = jax.tree.flatten((state, given))
     of_state = jax.tree.structure(state)
-    stacks, homes = _homes(params, (state, given))
+    stacks, homes = homes_of(params, (state, given))
     shared = {i: x for i, x in enumerate(leaves) if homes[i] is None}
     if not separate:
         homes = [home if home in stacks else None for home in homes]
@@ -87,7 +87,7 @@ def streamed_update(
     return of_state.unflatten([results[i] for i in range(of_state.num_leaves)])
 
 
-def _homes(params: Any, arrays: Any) -> tuple[set[str], list[str | None]]:
+def homes_of(params: Any, arrays: Any) -> tuple[set[str], list[str | None]]:
     """Returns the Stacks, and the Stack or the parameter that each array belongs to.
 
     An array belongs to the parameter whose path its own ends with. Counts and schedules
@@ -99,9 +99,9 @@ def _homes(params: Any, arrays: Any) -> tuple[set[str], list[str | None]]:
     for path, variable in leaves_of(params, is_leaf=is_variable):
         stack = stack_name(path, variable)
         stacks |= set() if stack is None else {stack}
+        home = stack or keystr(path, simple=True, separator=".")
         for inner, _ in leaves_of(variable):
-            name = keystr((*path, *inner))
-            by_name[name] = stack or name
+            by_name[keystr((*path, *inner))] = home
 
     def homes(tree: Any) -> Iterator[str | None]:
         for path, x in leaves_of(tree, is_leaf=lambda x: isinstance(x, PerLayerState)):

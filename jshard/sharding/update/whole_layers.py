@@ -24,7 +24,14 @@ from jshard.sharding.layout.specs import shard_dim
 from jshard.sharding.settings.mesh import mesh_axes, shard_axes, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.scopes import within
+from jshard.system.compat.jaxprs import nested
+from jshard.system.errors import UserError
 
+# Those that jax.lax.linalg has.
+_DECOMPOSITIONS = frozenset(
+    "cholesky eig eigh geqrf householder_product hessenberg lu qr schur svd "
+    "triangular_solve tridiagonal".split()
+)
 _sharding = ContextVar[tuple[Mesh, Policy] | None]("sharding", default=None)
 
 
@@ -39,14 +46,52 @@ def whole_layers(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Lets ``per_layer`` compute a function of matrices on complete layers.
 
     For the part of an optimizer of your own that multiplies or decomposes matrices, as
-    the iterations of Muon do, which ``per_layer`` knows. Without it the compiler
-    decides how such products of shards are computed, and gathers all layers at once.
+    the iterations of Muon do. Without it the compiler would decide how such products of
+    shards are computed, and gather all layers at once, which ``per_layer`` refuses.
 
     Args:
       fn: takes and returns pytrees of arrays of one layer. Called outside of
         ``per_layer``, or for parameters outside Stacks, it is ``fn`` itself.
     """
     return _mapped(fn, 0)
+
+
+def check_products(update: Callable[..., Any], args: Any) -> None:
+    """Raises UserError if an update of one layer needs matrices that are in shards.
+
+    Args:
+      update: traced here alone, of one layer.
+      args: its arguments, abstract.
+    """
+    sharding = _sharding.get()
+    if sharding is None or shards_of(sharding[0]) == 1:
+        return
+    mesh, policy = sharding
+    in_shards = lambda shape: (
+        _dim(shape, shards_of(mesh), policy.min_shard_elements) is not None
+    )
+    marked = ("custom_vmap_call",)  # what ``whole_layers`` is before it is mapped
+    for eqn in nested(jax.make_jaxpr(update)(*args).eqns, marked):
+        shapes = [x.aval.shape for x in eqn.invars if in_shards(x.aval.shape)]
+        if shapes and _takes_matrices(eqn):
+            raise UserError(
+                f"per_layer: its optimizer computes a {eqn.primitive.name} of a matrix "
+                f"of shape {list(shapes[0])}, of which each device has a part, and "
+                "so would gather all layers at once; write jshard.optim.muon for "
+                "optax.contrib.muon, or put the function that needs whole matrices in "
+                "jshard.optim.whole_layers"
+            )
+
+
+def _takes_matrices(eqn: Any) -> bool:
+    """Returns whether an equation multiplies matrices, or decomposes one."""
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name in _DECOMPOSITIONS
+    summed, batched = eqn.params["dimension_numbers"]
+    ranks = [x.aval.ndim for x in eqn.invars]
+    # Sums of products, and products with vectors, are partial sums of shards.
+    free = [n - len(s) - len(b) for n, s, b in zip(ranks, summed, batched, strict=True)]
+    return bool(summed[0]) and min(free) > 0
 
 
 def _mapped(fn: Callable[..., Any], depth: int) -> Callable[..., Any]:

@@ -74,12 +74,25 @@ def made_by(eqns: Iterable[Any]) -> set[Any]:
     return {v for eqn in eqns for v in eqn.outvars}
 
 
-def nested(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Yields the equations and all those inside of them."""
+def nested(eqns: Iterable[Any], closed: Collection[str] = ()) -> Iterator[Any]:
+    """Yields the equations and all those inside of them, but of ``closed`` ones."""
     for eqn in eqns:
         yield eqn
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from nested(inner.eqns)
+        if eqn.primitive.name not in closed:
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from nested(inner.eqns, closed)
+
+
+def connections(jaxpr: core.Jaxpr) -> list[Any]:
+    """Returns which primitives read what, with no shapes nor values: equal or not."""
+    made = [jaxpr.constvars, jaxpr.invars, *(eqn.outvars for eqn in jaxpr.eqns)]
+    number = {v: i for i, v in enumerate(itertools.chain.from_iterable(made))}
+    read = lambda atoms: [number[v] for v in variables(atoms)]
+    found: list[Any] = [read(jaxpr.outvars)]
+    for eqn in jaxpr.eqns:
+        inner = [connections(x) for x in core.jaxprs_in_params(eqn.params)]
+        found.append((eqn.primitive.name, read(eqn.invars), inner))
+    return found
 
 
 def find(eqns: Iterable[Any], names: Collection[str]) -> Any:

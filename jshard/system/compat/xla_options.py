@@ -67,6 +67,13 @@ OPTIONS: dict[str, tuple[bool | int | str, str]] = {
         "when a step fills nine tenths of memory; neither is worth its cost",
     ),
 }
+# For small programs that run a few times: a third of the time to compile on CPUs.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 # For steps with float8 products.
 FLOAT8_OPTIONS: dict[str, tuple[bool | int | str, str]] = {
     "xla_gpu_dot_merger_threshold_mb": (

@@ -62,9 +62,7 @@ def gpt_loss(model, batch):
 
 def muon():
     """Loops around whole layers, and one that the partitioner fills: of the head."""
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), jshard.optim.per_layer(optax.contrib.muon(1e-2))
-    )
+    return optax.chain(optax.clip_by_global_norm(1.0), jshard.optim.muon(1e-2))
 
 
 MAKERS = {

@@ -249,7 +249,7 @@ def test_whole_matrix_optimizers_move_padded_layers_and_gather_none():
             self.blocks = jshard.Stack(layer, 7, rngs=rngs)
 
     fsdp = fsdp_on(1, 6, policy=jshard.Policy(min_shard_elements=0))
-    tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
+    tx = jshard.optim.muon(1e-2)
     state = fsdp.abstract_state(Squares, tx)
     given = state.params, jnp.float32(0), jnp.int32(1), None
     run = jax.jit(lambda *args: update(fsdp.mesh, fsdp.policy, tx, *args))

@@ -116,6 +116,12 @@ ACROSS = {
     ),
 }
 
+OURS = ACROSS | {
+    "muon": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), jshard.optim.muon(1e-2)
+    ),
+}
+
 
 # By default test_layers_apart.py has per_layer of equal Stacks and of nested ones.
 @pytest.mark.slow
@@ -129,7 +135,7 @@ def test_layers_of_equal_stacks_train_as_if_each_had_an_optimizer_of_its_own(
 ):
     policy = jshard.Policy(min_shard_elements=0, offload=offload)
     fsdp = jshard.FSDP(jshard.make_mesh(replica=replica), policy)
-    tx = jshard.optim.per_layer(ACROSS[name]())
+    tx = jshard.optim.per_layer(OURS[name]())
     state = fsdp.init(Model, tx)
     want = reference(state.params, ACROSS[name]())
     step = fsdp.train_step(loss_fn, tx)

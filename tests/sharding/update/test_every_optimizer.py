@@ -141,7 +141,9 @@ def worst_error(name: str, kind: str, devices: int) -> float:
     policy = jshard.Policy(min_shard_elements=1)
     fsdp = jshard.FSDP(mesh, policy, units=(nnx.Linear,))
     tx = make(name)
-    if kind == "stack" and name in OF_TENSORS:
+    if kind == "stack" and name == "muon":
+        tx = jshard.optim.muon(1e-2)
+    elif kind == "stack" and name in OF_TENSORS:
         tx = jshard.optim.per_layer(tx)
     state = fsdp.from_model(start()[KINDS.index(kind)], tx)
     step, batch = fsdp.train_step(loss_fn, tx), fsdp.shard_batch({"x": X, "y": Y})

@@ -177,7 +177,7 @@ def make_stack(layers: int, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("layers", [1, 3, 4, 9])
 def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
-    tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
+    tx = jshard.optim.muon(1e-2)
     make = make_stack(layers, (WIDTH, WIDTH))
     state = fsdp.from_model(filled(lambda: make(nnx.Rngs(0))), tx)
     args = (state.params, state.opt_state, state.params)
@@ -197,7 +197,7 @@ def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
 @pytest.mark.slow  # by default test_whole_layers.py has replicated layers
 def test_whole_matrix_optimizers_update_replicated_stacks_too():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=36))
-    tx = jshard.optim.per_layer(optax.contrib.muon(1e-2))
+    tx = jshard.optim.muon(1e-2)
     state = fsdp.init(make_stack(3, (5, 7)), tx)
     assert set(specs(state.params).values()) == {P()}
     got, _ = update_on(fsdp, tx)(state.params, state.opt_state, state.params)
@@ -241,10 +241,10 @@ def labels(params: Any) -> Any:
 
 
 WRAPPED = {
-    "muon on nested stacks": lambda: jshard.optim.per_layer(optax.contrib.muon(1e-2)),
+    "muon on nested stacks": lambda: jshard.optim.muon(1e-2),
     "multi_transform": lambda: optax.multi_transform(
         {
-            "muon": jshard.optim.per_layer(optax.contrib.muon(1e-2)),
+            "muon": jshard.optim.muon(1e-2),
             "adam": optax.adam(1e-2),
         },
         labels,
@@ -301,13 +301,16 @@ def found(opt_state: Any, name: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "wrap"),
     [
-        *((name, jshard.optim.per_layer) for name in MOMENTS),
-        *((name, lambda tx: tx) for name in parity.ELEMENTWISE),
+        *((name, parity.of_layers) for name in MOMENTS),
+        *(
+            (name, lambda name: parity.TRANSFORMATIONS[name]())
+            for name in parity.ELEMENTWISE
+        ),
     ],
 )
 def test_moments_are_sharded_like_their_parameters(name, wrap):
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
-    tx = wrap(parity.TRANSFORMATIONS[name]())
+    tx = wrap(name)
     params = specs(fsdp.abstract_state(Model, tx).params)
     assert params["outer", "inner", "matrix"] == P(None, None, "fsdp")
     assert params["head", "vector"] == P("fsdp")

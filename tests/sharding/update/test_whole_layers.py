@@ -6,12 +6,16 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import hlo
 import jshard
+from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.update.whole_layers import sharded_update, whole_layers
+from jshard.system.errors import UserError
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -93,6 +97,43 @@ def test_values_from_outside_may_be_used():
 
     want = jax.jit(jax.vmap(lambda x, s: (x * outside) @ x.T * s))(*args)
     chex.assert_trees_all_close(run(outside, *args), want, **BOUND)
+
+
+def inverted(updates: Any, state: Any, params: Any = None) -> Any:
+    del params
+    inverse = lambda x: jnp.linalg.solve(x.T @ x + jnp.eye(len(x.T)), x.T).T
+    return jax.tree.map(lambda x: inverse(x) if x.ndim == 2 else x, updates), state
+
+
+# What nobody could look into, and what jshard could not replace.
+UNMARKED = {
+    "muon": optax.contrib.muon(1e-3),
+    "every second": optax.MultiSteps(optax.contrib.muon(1e-3), 2),
+    "finite": optax.apply_if_finite(optax.contrib.muon(1e-3), 3),
+    "named": optax.named_chain(("muon", optax.contrib.muon(1e-3))),
+    "own": optax.GradientTransformation(lambda params: (), inverted),
+}
+
+
+@pytest.mark.quick("muon", "finite", "own")
+@pytest.mark.parametrize("name", UNMARKED)
+def test_products_of_shards_in_per_layer_are_an_error_that_says_what_to_write(name):
+    tx = UNMARKED[name]
+    tx = optax.GradientTransformation(tx.init, tx.update)
+    tx = jshard.optim.per_layer(tx)
+    variable = nnx.Param(jax.ShapeDtypeStruct((3, 8, 16), jnp.float32))
+    mark_layers(variable, inner=[("w",)])
+    params = nnx.State({"a": {"w": variable}})
+    state = jax.eval_shape(tx.init, params)
+
+    def traced(mesh: Any, min_elements: int) -> Any:
+        with sharded_update(mesh, jshard.Policy(min_shard_elements=min_elements)):
+            jax.eval_shape(lambda *args: tx.update(*args), params, state, params)
+
+    with pytest.raises(UserError, match=r"dot_general of .* jshard\.optim\.muon for"):
+        traced(jshard.make_mesh(), 0)
+    traced(jshard.make_mesh(fsdp=1, replica=8), 0)
+    traced(jshard.make_mesh(), 1000)  # replicated
 
 
 @pytest.mark.usefixtures("x64")

@@ -1,1 +1,1 @@
-"""How an optimizer treats the layers of a Stack: by its name, or when asked."""
+"""How an optimizer treats the layers of a Stack: found by asking it."""
