@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jshard.sharding.collectives import float4, quantized
+from jshard.sharding.collectives.quantized import ScaledShard
 from jshard.sharding.collectives.reduce import (
     all_reduce_in_unit,
     cast,
@@ -31,15 +32,14 @@ from jshard.sharding.settings.scopes import ALL_GATHER
 def all_gather(shard: Any, place: Placement) -> jax.Array:
     """Returns the full parameter in the layer's dtype, from this device's shard.
 
-    A pair of a shard and its scale is gathered in float8, or as codes of four bits, two
-    a byte, divided by the scale.
+    A ``ScaledShard`` is gathered in float8, or as codes of four bits, two a byte.
     """
     if place.gradient_only:
         place = dataclasses.replace(place, gradient_only=False)
         full = jax.eval_shape(lambda shard: all_gather(shard, place), shard)
         return jnp.zeros(full.shape, full.dtype)
     scale: Any = None
-    if has_scale := isinstance(shard, tuple):
+    if has_scale := isinstance(shard, ScaledShard):
         shard, scale = shard
     shard = place.fetched(shard)
     if has_scale and place.packed is not None:
@@ -116,7 +116,6 @@ def _backward(place: Placement, like: Any, grad: Any) -> tuple[Any]:
 all_gather.defvjp(_forward, _backward)
 
 # gather(shards, places) -> full weights. A partial: it adds no stack frame.
-# A pair is a shard with its scale (``all_gather``).
 gather: Callable[..., Any] = functools.partial(
-    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, tuple)
+    jax.tree.map, all_gather, is_leaf=lambda x: isinstance(x, ScaledShard)
 )

@@ -10,7 +10,7 @@ tensor, as cuBLASLt wants it, or one for each 32 values, as cuDNN does on Blackw
 Their values stay in float8, or in four bits (``float4.py``).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,18 @@ def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
 def _blocks(flat: jax.Array) -> jax.Array:
     """Reshapes to (blocks, 256), padded with zeros."""
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+class ScaledShard(NamedTuple):
+    """A shard that is gathered divided by a scale, in one byte a value or half of one.
+
+    Attributes:
+      shard: this device's part of a weight.
+      scale: of the tensor, a scalar, or of each block; as ``to_float8`` takes it.
+    """
+
+    shard: jax.Array
+    scale: jax.Array
 
 
 # One scale for a tensor.

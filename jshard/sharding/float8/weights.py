@@ -21,7 +21,7 @@ from jax import lax
 
 from jshard.sharding.collectives import float4
 from jshard.sharding.collectives.gather import all_gather
-from jshard.sharding.collectives.quantized import exponents, tensor_scale
+from jshard.sharding.collectives.quantized import ScaledShard, exponents, tensor_scale
 from jshard.sharding.float8.blocks import blocked, grid, packed
 from jshard.sharding.float8.formats import FORMATS, Format
 from jshard.sharding.float8.products import E4M3, Float8
@@ -52,7 +52,7 @@ def in_float8(
     for kind, members in itertools.groupby(chosen, lambda i: places[i].float8):
         of_kind = [(lax.stop_gradient(shards[i]), places[i]) for i in members]
         groups.append(_scales(kind, of_kind, int(stacked)))
-    scaled = [pair for found in groups for pair in found.scaled]
+    scaled = [one for found in groups for one in found.scaled]
     of_groups = [(found.together, found.tensors) for found in groups]
     scales, structure = jax.tree.flatten(of_groups)
     places_of_values = [_of_values(places[i], shards[i].ndim - stacked) for i in chosen]
@@ -90,13 +90,13 @@ class _Scales(NamedTuple):
     """The scales of some weights, all in one format.
 
     Attributes:
-      scaled: their shards, each with what divides it.
+      scaled: their shards, each with its scale.
       together: all scales in one array.
       shapes: of each weight's scales.
       tensors: in four bits the exponents of the weights' own scales.
     """
 
-    scaled: list[tuple[jax.Array, jax.Array]]
+    scaled: list[ScaledShard]
     together: jax.Array
     shapes: list[tuple[int, ...]]
     tensors: jax.Array | None
@@ -118,7 +118,7 @@ def _tensor_scales(weights: _Weights, layers: int) -> _Scales:
     largest = [jnp.max(jnp.abs(x), axis=range(layers, x.ndim)) for x, _ in weights]
     together = jnp.stack([x.astype(jnp.float32) for x in largest], axis=-1)
     scales = tensor_scale(lax.pmax(together, shard_axes()), E4M3)
-    scaled = [(shard, scales[..., i]) for i, (shard, _) in enumerate(weights)]
+    scaled = [ScaledShard(x, scales[..., i]) for i, (x, _) in enumerate(weights)]
     return _Scales(scaled, scales, [()] * len(weights), None)
 
 
@@ -144,7 +144,7 @@ def _block_scales(format: Format, weights: _Weights, layers: int) -> _Scales:
         scale = _for_shard(of_one, shard, place, len(grids[i]), format.block)
         if tensors is not None:
             scale = float4.decoded_scales(scale, tensors[..., i]).astype(jnp.bfloat16)
-        scaled.append((shard, scale))
+        scaled.append(ScaledShard(shard, scale))
     return _Scales(scaled, together, grids, tensors)
 
 

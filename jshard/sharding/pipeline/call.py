@@ -85,14 +85,14 @@ class Call:
     ) -> Inputs:
         """Returns the gradients of a segment, those of its own rows."""
         run = prefetched if self.prefetch else stack
-        segments = with_consts(self.segments, consts)
-        start, stop, layer, outside, unroll = segments[part]
-        rows = jax.tree.map(lambda x: x[start:stop], (stacked.weights, stacked.xs))
-        stacked = stacked._replace(weights=rows[0], xs=rows[1])
-        moves = layer.moves._replace(carry=None)
+        segment = with_consts(self.segments, consts)[part]
+        own = slice(segment.start, segment.stop)
+        weights, xs = jax.tree.map(lambda x: x[own], (stacked.weights, stacked.xs))
+        stacked = stacked._replace(weights=weights, xs=xs)
+        moves = segment.layer.moves._replace(carry=None)
         sums = jax.tree.map(jnp.zeros_like, select(stacked._replace(carry=None), moves))
         sums = sums._replace(carry=carry_ct)
-        segment = 0, stop - start, layer, outside, unroll
+        segment = dataclasses.replace(segment, start=0, stop=segment.length)
         needed = needed[part], NO_YS
         grads, _ = run.segment_backward(segment, stacked, needed, sums, [])
         return grads
@@ -164,7 +164,8 @@ def leave_open(
     number = parts_of(policy.remat, stages.longest)
     ends = [round(i * stages.longest / number) for i in range(number + 1)]
     parts = list(itertools.pairwise(ends))
-    segments, consts = stack.segments_of(traced, places, policy, parts, prefetch)
+    segments = stack.segments_of(traced, places, policy, parts, prefetch)
+    consts = [segment.consts for segment in segments]
     operands, structure = jax.tree.flatten((stacked, consts))
     sizes = stages.longest, stages.per_device
     call = Call(segments, *sizes, prefetch, after, structure)

@@ -238,8 +238,8 @@ class Stage:
         stacked, consts = self._operands(inputs, held.output, now.chunk)
         needed = _take(residuals, now.keeps)
         found = self.call.backward(segment, stacked, consts, needed, held.carry_ct)
-        grads, (start, *_) = dict(held.grads), self.call.segments[segment]
-        start += now.chunk * self.call.rows
+        grads = dict(held.grads)
+        start = self.call.segments[segment].start + now.chunk * self.call.rows
         for number, grad in zip(
             jax.tree.leaves(self.numbers[:2]),
             jax.tree.leaves(found[:2], is_leaf=lambda x: x is None),

@@ -1,5 +1,6 @@
 """One layer of a Stack's stacked arrays: its shards, its backward, its gradients."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,21 +14,53 @@ from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units.linearize import Inputs, Layer
 from jshard.sharding.units.unit import barrier, drop
 
-# Layers start to stop - 1: a layer in their loop, one outside of it, and whether they
-# follow each other without a loop.
-Segment = tuple[int, int, Layer, Layer, bool]
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Neighbouring layers of a Stack with the same remat policy: they share a loop.
+
+    Attributes:
+      start: the first layer.
+      stop: the layer after the last one.
+      layer: a layer in the loop.
+      outside: a layer outside of it, of which prefetch has some.
+      unroll: whether the loop is unrolled.
+    """
+
+    start: int
+    stop: int
+    layer: Layer
+    outside: Layer
+    unroll: bool
+
+    @property
+    def length(self) -> int:
+        """The number of layers."""
+        return self.stop - self.start
+
+    @property
+    def straight(self) -> bool:
+        """Whether the layers follow each other without a loop."""
+        return self.unroll or self.length == 1
+
+    @property
+    def consts(self) -> tuple[list, list]:
+        """The constants of the layer in the loop, and of the one outside."""
+        return self.layer.consts, self.outside.consts
 
 
 def with_consts(
     segments: Sequence[Segment], consts: Sequence[tuple[list, list]]
 ) -> list[Segment]:
     """Returns segments whose layers have these constants, in their loop and outside."""
-    both: list[Segment] = []
-    for segment, (inside, others) in zip(segments, consts, strict=False):
-        start, stop, layer, outside, unroll = segment
-        layer, outside = layer.with_consts(inside), outside.with_consts(others)
-        both.append((start, stop, layer, outside, unroll))
-    return both
+    return [
+        dataclasses.replace(
+            segment,
+            layer=segment.layer.with_consts(inside),
+            outside=segment.outside.with_consts(outside),
+        )
+        for segment, (inside, outside) in zip(segments, consts, strict=False)
+    ]
 
 
 def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:

@@ -67,18 +67,20 @@ def make_scan(
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
     prefetch, runs = prefetches(policy, places, length), layers.spans(policy, length)
-    parts, consts = segments_of(traced, places, policy, runs, prefetch)
-    as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
+    segments = segments_of(traced, places, policy, runs, prefetch)
+    # Without residuals there is one loop.
+    as_one = [dataclasses.replace(segments[0], start=0, stop=length)]
     passes = forward, segment_backward
     if prefetch:
         passes = prefetched.forward, prefetched.segment_backward
 
     run = jax.custom_vjp(functools.partial(passes[0], as_one, next_places, False))
     run.defvjp(
-        functools.partial(passes[0], parts, next_places, True),
-        functools.partial(_backward, passes[1], parts, next_places),
+        functools.partial(passes[0], segments, next_places, True),
+        functools.partial(_backward, passes[1], segments, next_places),
     )
     stacked = stacked._replace(args=[*args, *program.consts])
+    consts = [segment.consts for segment in segments]
     return functools.partial(run, stacked, consts, next_shards)
 
 
@@ -93,12 +95,11 @@ def forward(
 ) -> Any:
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
     carry, all_ys, saved = stacked.carry, [], []
-    places = segments[0][2].places
-    for start, stop, layer, _, unroll in layers.with_consts(segments, consts):
-        run = functools.partial(layers.run_layer, layer, stacked, keep)
-        straight = unroll or stop - start == 1
+    places = segments[0].layer.places
+    for segment in layers.with_consts(segments, consts):
+        run = functools.partial(layers.run_layer, segment.layer, stacked, keep)
 
-        def body(state, _, run=run, straight=straight):
+        def body(state, _, run=run, straight=segment.straight):
             index, carry = state
             shards = layers.layer_of(stacked.weights, index)
             if straight:  # otherwise the loop holds the gather back
@@ -106,9 +107,9 @@ def forward(
             carry, out = run(index, gather(shards, places), carry)
             return (index + 1, carry), out
 
-        state, length = (jnp.int32(start), carry), stop - start
+        state, unroll = (jnp.int32(segment.start), carry), segment.unroll
         (_, carry), (ys, needed) = lax.scan(
-            body, state, None, length=length, unroll=unroll
+            body, state, None, length=segment.length, unroll=unroll
         )
         all_ys.append(ys)
         saved.append(needed)
@@ -128,7 +129,7 @@ def _backward(
     """Returns gradients of the inputs of a forward, given what that saved."""
     stacked, consts, next_shards, (*of_segments,) = saved
     carry_ct, (aux_ct, *others), next_grads = cotangents
-    layer = segments[0][2]
+    layer = segments[0].layer
     (carry_ct, aux_ct), *others = differentiable(
         ((carry_ct, aux_ct), *others), layer.outputs
     )
@@ -156,9 +157,8 @@ def segment_backward(
     all layers. ``parts`` are scattered gradients of the unit after the Stack, which is
     done before the layers.
     """
-    start, stop, layer, _, unroll = segment
-    (saved, ys_ct), places = needed, layer.places
-    wait = bool(layer.reshard) and (unroll or stop - start == 1)
+    layer, (saved, ys_ct) = segment.layer, needed
+    places, wait = layer.places, bool(layer.reshard) and segment.straight
     parts, sums = layers.before_carry(parts, sums)
 
     def body(state, slices):
@@ -174,10 +174,10 @@ def segment_backward(
         grads = reduce(scatter(grads, places), places, stacked.weights)
         return (index - 1, layers.add_weights(sums, grads, index)), None
 
-    slices = saved, jax.tree.map(lambda ct: ct[start:stop], ys_ct)
-    state, length = (jnp.int32(stop - 1), sums), stop - start
+    slices = saved, jax.tree.map(lambda ct: ct[segment.start : segment.stop], ys_ct)
+    state, unroll = (jnp.int32(segment.stop - 1), sums), segment.unroll
     (_, sums), _ = lax.scan(
-        body, state, slices, length=length, reverse=True, unroll=unroll
+        body, state, slices, length=segment.length, reverse=True, unroll=unroll
     )
     return sums, parts
 
@@ -201,8 +201,8 @@ def segments_of(
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],
     prefetch: bool,
-) -> tuple[list[layers.Segment], list[tuple[list, list]]]:
-    """Returns segments of these ``runs`` of layers, and the constants of each."""
+) -> list[layers.Segment]:
+    """Returns segments of these ``runs`` of layers."""
     segments = []
     for start, stop in runs:
         if policy.first_k is not None and start >= policy.first_k:
@@ -215,9 +215,8 @@ def segments_of(
         layer = outside = Layer(traced, places, policy, prevent_cse=straight)
         if prefetch and not straight:
             outside = Layer(traced, places, policy, prevent_cse=True)
-        segments.append((start, stop, layer, outside, unroll))
-    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
-    return segments, consts
+        segments.append(layers.Segment(start, stop, layer, outside, unroll))
+    return segments
 
 
 def check_carry(carry: Any, outputs: Any) -> None:

@@ -17,6 +17,7 @@ from jshard.sharding.collectives.microbatch import (
     current_microbatch,
     microbatch,
 )
+from jshard.sharding.collectives.quantized import ScaledShard
 from jshard.sharding.collectives.reduce import (
     all_reduce,
     all_reduce_in_unit,
@@ -160,12 +161,12 @@ def test_a_layer_gets_what_splits_split_only_where_it_computes_with_all():
 def test_one_byte_values_arrive_with_their_scale():
     float8 = jnp.dtype("float8_e4m3fn")
     place = Placement(-1, gather=float8, compute=jnp.dtype("float32"))
-    run = lambda x: all_gather((x, jnp.float32(2)), place)
+    run = lambda x: all_gather(ScaledShard(x, jnp.float32(2)), place)
     full = on_devices(run, 2 * rows(2, 2), fsdp=2)
     np.testing.assert_array_equal(full, [[0, 1, 2, 3]] * 2)
     four = Placement(-1, gather=float8, packed=-1)
     codes = on_devices(
-        lambda x: all_gather((x, jnp.ones((1,))), four), rows(2, 2), fsdp=2
+        lambda x: all_gather(ScaledShard(x, jnp.ones((1,))), four), rows(2, 2), fsdp=2
     )
     # 0, 1, 2 and 3 are the codes 0, 2, 4 and 5.
     np.testing.assert_array_equal(codes, [[0 | 2 << 4, 4 | 5 << 4]] * 2)

@@ -110,12 +110,12 @@ def test_the_first_k_layers_alone_are_recomputed(first_k):
     policy = UnitPolicy("full", first_k=first_k)
     runs = layers.spans(policy, LENGTH)
     traced = trace_layer(layer, inputs(), PLACES)
-    segments, _ = segments_of(traced, PLACES, policy, runs, prefetch=False)
+    segments = segments_of(traced, PLACES, policy, runs, prefetch=False)
     full, none, consts = POLICIES["full"][1], POLICIES["none"][1], traced[1].consts
     of_layers = [
-        kept(made, consts)
-        for start, stop, made, *_ in segments
-        for _ in range(start, stop)
+        kept(segment.layer, consts)
+        for segment in segments
+        for _ in range(segment.length)
     ]
     first = LENGTH if first_k is None else min(first_k, LENGTH)
     assert of_layers == [full] * first + [none] * (LENGTH - first)

@@ -61,9 +61,9 @@ START = "sharding/step/step.py: train_step"
 
 
 WALKS = {
-    "From the step to a gather": (gathers.lax, "all_gather", "pipeline.py: forward"),
+    "From the step to a gather": (gathers.lax, "all_gather", "prefetch.py: forward"),
     "A gradient's way": (reduces.lax, "psum_scatter", "unit.py: scatter"),
-    "An activation's way": (jaxprs, "run_used", "pipeline.py: step"),
+    "An activation's way": (jaxprs, "run_used", "prefetch.py: step"),
 }
 
 
