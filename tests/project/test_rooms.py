@@ -23,8 +23,8 @@ MOST_LINES = {
     "sharding/collectives": 727,
     "sharding/float8": 792,
     "sharding/update": 1799,
-    "sharding/units": 2483,
-    "sharding/pipeline": 1128,
+    "sharding/units": 2509,
+    "sharding/pipeline": 1126,
     "sharding/step": 2260,
     "nn": 1405,
     "storage": 7799,
@@ -36,7 +36,7 @@ MOST_LINES = {
     "the commands": 1301,
     "the public names": 698,
 }
-MOST_CLASSES_IN_UNITS = 7
+MOST_CLASSES_IN_UNITS = 8
 MOST_LEVELS = 15
 LONGEST_FILE = 350
 MOST_FILES_IN_A_FOLDER = 12

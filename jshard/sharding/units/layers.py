@@ -11,7 +11,7 @@ from jax import lax
 
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
-from jshard.sharding.units.linearize import Inputs, Layer
+from jshard.sharding.units.linearize import Gradients, Inputs, Layer
 from jshard.sharding.units.unit import barrier, drop
 
 
@@ -131,8 +131,8 @@ def transpose(
     index: Any,
     weights: list[Any],
     needed: tuple[Any, Any],
-    sums: Inputs,
-) -> tuple[Inputs, list[Any]]:
+    sums: Gradients,
+) -> tuple[Gradients, list[Any]]:
     """Returns ``sums`` with a layer's gradients, and those of its full weights apart.
 
     ``needed`` are the layer's residuals, and the cotangents of its ys. ``sums`` are the
@@ -147,13 +147,13 @@ def transpose(
     return sums._replace(carry=grads.carry, args=args, xs=xs), grads.weights
 
 
-def before_carry(tree: Any, sums: Inputs) -> tuple[Any, Inputs]:
+def before_carry(tree: Any, sums: Gradients) -> tuple[Any, Gradients]:
     """Returns both; the backward of the layer below starts after ``tree``."""
     tree, carry_ct = barrier(tree, sums.carry)
     return tree, sums._replace(carry=carry_ct)
 
 
-def add_weights(sums: Inputs, grads: Sequence[Any], index: Any) -> Inputs:
+def add_weights(sums: Gradients, grads: Sequence[Any], index: Any) -> Gradients:
     """Adds a layer's gradients, one shard of each, to the sums."""
     return sums._replace(weights=put_layer(sums.weights, grads, index))
 

@@ -20,7 +20,7 @@ from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import REPLICA
 from jshard.sharding.settings.scopes import LAYERS
 from jshard.sharding.units import layers
-from jshard.sharding.units.linearize import Inputs, select
+from jshard.sharding.units.linearize import Gradients, Inputs, select
 from jshard.sharding.units.unit import barrier, gather_again, reduce, scatter
 from jshard.system.compat.xla_options import GATHERS_LATE
 
@@ -66,8 +66,10 @@ def forward(
         all_ys += [ys, jax.tree.map(lambda y: y[None], last_ys)]
         # The backward begins with the last layer, whose weights are here. Those of a
         # single layer would wait for the segments above.
-        read = select(weights, segment.layer.reads) if segment.length > 1 else None
-        saved.append((needed, last_needed, read))
+        kept = None
+        if segment.length > 1:
+            kept = select(weights, segment.layer.needed_in_backward)
+        saved.append((needed, last_needed, kept))
     outputs = carry, layers.join_layers(all_ys), next_weights
     return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
@@ -76,9 +78,9 @@ def segment_backward(
     segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
-    sums: Inputs,
+    sums: Gradients,
     parts: list[Any],
-) -> tuple[Inputs, list[Any]]:
+) -> tuple[Gradients, list[Any]]:
     """Does what ``segment_backward`` of ``stack.py`` does."""
     layer, start, last = segment.layer, segment.start, segment.stop - 1
     (saved, ys_ct), places = needed, layer.places
@@ -91,7 +93,7 @@ def segment_backward(
         after = sums.carry, weights
         if kept is None:
             source, after = layers.shards_after(stacked, places, index, after)
-            source = select(source, layer.reads)
+            source = select(source, layer.needed_in_backward)
         else:
             source, after = barrier(kept, after)
         carry_ct, weights = after

@@ -27,10 +27,11 @@ from jshard.sharding.settings.scopes import LAYERS
 from jshard.sharding.units import layers
 from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units.linearize import (
+    Gradients,
     Inputs,
     Layer,
     Traced,
-    differentiable,
+    floats_of,
     select,
     trace_layer,
 )
@@ -130,27 +131,26 @@ def _backward(
     stacked, consts, next_shards, (*of_segments,) = saved
     carry_ct, (aux_ct, *others), next_grads = cotangents
     layer = segments[0].layer
-    (carry_ct, aux_ct), *others = differentiable(
+    (carry_ct, aux_ct), *others = floats_of(
         ((carry_ct, aux_ct), *others), layer.outputs
     )
-    sums = select(stacked._replace(carry=None), layer.moves._replace(carry=None))
-    sums = jax.tree.map(jnp.zeros_like, sums)._replace(carry=carry_ct)
+    sums = layer.no_gradients(stacked, carry_ct)
     next_grads = select(next_grads, [place.trainable for place in next_places])
     parts = scatter(next_grads, next_places)
     ys_ct = aux_ct, *others
     for segment in reversed(layers.with_consts(segments, consts)):
         needed = of_segments.pop(), ys_ct
         sums, parts = segment_backward(segment, stacked, needed, sums, parts)
-    return sums, None, reduce(parts, next_places, next_shards)
+    return Inputs(*sums), None, reduce(parts, next_places, next_shards)
 
 
 def segment_backward(
     segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
-    sums: Inputs,
+    sums: Gradients,
     parts: list[Any],
-) -> tuple[Inputs, list[Any]]:
+) -> tuple[Gradients, list[Any]]:
     """Adds the gradients of a segment to ``sums``, the last layer first.
 
     ``needed`` is what the forward saved of it, and the cotangents of the stacked ys of
@@ -165,7 +165,8 @@ def segment_backward(
         index, sums = state
         (residuals, source), ys_ct = slices
         if source is None:
-            source = select(layers.layer_of(stacked.weights, index), layer.reads)
+            shards = layers.layer_of(stacked.weights, index)
+            source = select(shards, layer.needed_in_backward)
         if wait:
             source, sums = layers.before_carry(source, sums)
         weights = gather_again(source, layer)

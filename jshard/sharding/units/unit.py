@@ -33,7 +33,7 @@ from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units.linearize import (
     Inputs,
     Layer,
-    differentiable,
+    floats_of,
     select,
     trace_layer,
 )
@@ -77,8 +77,10 @@ def run_unit(
 
     def backward(saved, cotangents) -> tuple[Inputs, None]:
         sharded, consts, residuals, kept = saved
-        cotangents = differentiable(cotangents, layer.outputs)
-        source = select(sharded.weights, layer.reads) if kept is None else kept
+        cotangents = floats_of(cotangents, layer.outputs)
+        source = kept
+        if kept is None:
+            source = select(sharded.weights, layer.needed_in_backward)
         if layer.reshard:  # else the gather could be merged with the forward's
             source, cotangents = barrier(source, cotangents)
         weights = gather_again(source, layer)
@@ -97,21 +99,21 @@ def run_unit(
 
 
 def drop(weights: Sequence[Any], layer: Layer) -> list[Any] | None:
-    """Returns what is kept of each weight that the backward reads.
+    """Returns what is kept of each weight that is needed in the backward.
 
     This is the full weight, or this device's part in its group; None if the backward
     gathers the shards again.
     """
     if layer.reshard is True:
         return None
-    read = select(list(weights), list(layer.reads))
+    needed = select(list(weights), list(layer.needed_in_backward))
     if not (group := int(layer.reshard)):
-        return read
-    return map_present(lambda w, p: take_part(w, p, group), read, layer.places)
+        return needed
+    return map_present(lambda w, p: take_part(w, p, group), needed, layer.places)
 
 
 def gather_again(source: Sequence[Any], layer: Layer) -> list[Any]:
-    """Returns the weights that the backward reads, from what ``drop`` returned.
+    """Returns the weights needed in the backward, from what ``drop`` returned.
 
     ``source`` is the shards if that is None.
     """
