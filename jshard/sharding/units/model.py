@@ -127,6 +127,17 @@ def make_sharded(
     replace(model, sharded)
 
 
+def decide_for_training(model: nnx.Module) -> None:
+    """Sets the modes that nobody set, like those of ``nnx.MultiHeadAttention``.
+
+    Others stay: frozen statistics, or a backbone after ``.eval()``.
+    """
+    for _, module in nnx.iter_modules(model):
+        for mode in ("deterministic", "use_running_average"):
+            if getattr(module, mode, False) is None:
+                setattr(module, mode, False)
+
+
 def gather_root(model: nnx.Module) -> None:
     """Gathers the parameters that the root module owns, in place."""
     own, gathered = own_paths(model), {}
