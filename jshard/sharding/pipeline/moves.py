@@ -32,9 +32,11 @@ def to_stages(
     batch = jax.tree.map(_gather_examples, batch)
     places = {}
     for path, place in layout.places.items():
-        over = place.over and tuple(axis for axis in place.over if axis != PIPE)
-        parts = {"over": over, "parts": stages.devices, "sum_at": "step"}
-        places[path] = dataclasses.replace(place, **parts)
+        over = place.sharding.over
+        over = over and tuple(axis for axis in over if axis != PIPE)
+        sharding = dataclasses.replace(place.sharding, over=over, parts=stages.devices)
+        gradient = dataclasses.replace(place.gradient, sum_at="step")
+        places[path] = dataclasses.replace(place, sharding=sharding, gradient=gradient)
     layout = dataclasses.replace(layout, places=places, stages=stages)
     return ModelArrays(params, frozen, arrays.model_state), batch, layout
 
@@ -54,7 +56,7 @@ def _to_stages(layout: Layout, stages: Stages, arrays: nnx.State) -> nnx.State:
     rows = stages.rows()
 
     def move(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        shard, dim = variable.get_value(), layout.places[path].dim
+        shard, dim = variable.get_value(), layout.places[path].sharding.dim
         if not stages.has(path):
             return variable.copy(shard if dim is None else _gather(shard, dim))
         if dim is None:

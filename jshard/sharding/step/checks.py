@@ -263,7 +263,9 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
         return part, ", ".join(names)
 
     own = own_paths(model)
-    in_root = [path for path in sizes if path in own and places[path].dim is not None]
+    in_root = [
+        path for path in sizes if path in own and places[path].sharding.dim is not None
+    ]
     part, largest = share(in_root)
     if part > 1 / 4 and shards > 1:
         warnings.warn(
@@ -272,7 +274,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
             f"{largest} in jshard.Unit, or name their types in units=",
             stacklevel=5,
         )
-    replicated = [path for path in sizes if places[path].dim is None]
+    replicated = [path for path in sizes if places[path].sharding.dim is None]
     part, largest = share(replicated)
     many = sum(sizes[path] for path in replicated) > _MUCH
     if part > 1 / 20 and many and shards > 1:
@@ -287,7 +289,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
     def keeps_its_own(path: tuple, variable: nnx.Variable) -> bool:
         asked = policy.precision_at(path).compute
         real = jnp.issubdtype(variable.get_value().dtype, jnp.floating)
-        return asked is not None and real and places[path].compute != asked
+        return asked is not None and real and places[path].weight.compute != asked
 
     part, largest = share([x[0] for x in state.flat_params() if keeps_its_own(*x)])
     if part > 1 / 2:

@@ -324,12 +324,12 @@ def _map_gathered_once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.S
 
 def _sum_dtype(shard: jax.Array, place: Placement) -> Any:
     """Returns the dtype in which a shard's gradients are added up."""
-    return jnp.promote_types(shard.dtype, place.sum or shard.dtype)
+    return jnp.promote_types(shard.dtype, place.gradient.sum or shard.dtype)
 
 
 def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:
     """Returns a shard's gradient, summed over devices unless its unit did that."""
-    if place.sum_at == "step":
+    if place.gradient.sum_at == "step":
         grad = all_reduce(grad, place)
     return grad.astype(shard.dtype)
 

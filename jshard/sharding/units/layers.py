@@ -98,7 +98,7 @@ def shards_after(
     The barrier stands before the slices, so that XLA casts a shard while it slices it,
     and keeps no slice of the forward for the backward.
     """
-    if any(place.hosted for place in places):
+    if any(place.sharding.hosted for place in places):
         pairs = zip(layer_of(stacked.weights, index), places, strict=True)
         return barrier([place.fetched(shard) for shard, place in pairs], after)
     shards, after = barrier(stacked.weights, after)

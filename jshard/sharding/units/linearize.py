@@ -151,7 +151,8 @@ class Layer:
         fn = checkpoint(self.evaluate, policy.remat, prevent_cse=prevent_cse)
 
         _, *others = jax.tree.map(is_float, self._inputs)
-        self.differentiable = Gradients([p.trainable for p in places], *others)
+        trained = [place.gradient.trainable for place in places]
+        self.differentiable = Gradients(trained, *others)
         wanted = tuple(self.differentiable)
 
         def with_residuals(*inputs):

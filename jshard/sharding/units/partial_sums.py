@@ -46,8 +46,8 @@ def check_partial_sums(jaxpr: core.Jaxpr, places: Sequence[Placement]) -> None:
     """Raises UserError for a changed sum; ``places`` are of the first inputs."""
     kinds = [WHOLE if is_float(x.aval) else 0 for x in jaxpr.invars]
     for i, place in enumerate(places):
-        split = any(axis == TENSOR for _, axis in place.splits)
-        if not place.whole and (split or place.on_rank_zero == TENSOR):
+        split = any(axis == TENSOR for _, axis in place.part.splits)
+        if not place.part.whole and (split or place.part.on_rank_zero == TENSOR):
             kinds[i] = WEIGHT if split else PARTIAL
     if max(kinds, default=0) > WHOLE:
         dependencies(jaxpr, kinds, _results, [WHOLE] * len(jaxpr.constvars))

@@ -135,7 +135,7 @@ def _backward(
         ((carry_ct, aux_ct), *others), layer.outputs
     )
     sums = layer.no_gradients(stacked, carry_ct)
-    next_grads = select(next_grads, [place.trainable for place in next_places])
+    next_grads = select(next_grads, [place.gradient.trainable for place in next_places])
     parts = scatter(next_grads, next_places)
     ys_ct = aux_ct, *others
     for segment in reversed(layers.with_consts(segments, consts)):
@@ -189,8 +189,10 @@ def prefetches(policy: UnitPolicy, places: Sequence[Placement], length: int) -> 
     With ``defer_scatter``, weights are gathered once per step, so layers need none.
     """
     communicates = any(
-        p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
-        for p in places
+        place.shards() > 1
+        or place.sharding.hosted
+        or (place.gradient.trainable and place.gradient.sum_at == "unit")
+        for place in places
     )
     wanted = on_gpus() if policy.prefetch is None else policy.prefetch
     return wanted and communicates and length > 1
@@ -210,7 +212,8 @@ def segments_of(
             policy = dataclasses.replace(policy, remat="none")
         # XLA moves arrays between host and device in loops; unrolled, it would keep
         # all of them on the device.
-        hosted = isinstance(policy.remat, Offload) or any(p.hosted for p in places)
+        hosted = isinstance(policy.remat, Offload)
+        hosted |= any(place.sharding.hosted for place in places)
         unroll = policy.unroll and not hosted
         straight = unroll or stop - start == 1
         layer = outside = Layer(traced, places, policy, prevent_cse=straight)

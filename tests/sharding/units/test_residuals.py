@@ -10,14 +10,14 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement, Sharding
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units import layers
 from jshard.sharding.units.linearize import Inputs, Layer, trace_layer
 from jshard.sharding.units.stack import segments_of
 
 LENGTH, EXAMPLES, WIDTH, HIDDEN = 5, 3, 4, 7
-PLACES = [Placement(None), Placement(None)]
+PLACES = [Placement(Sharding(None)), Placement(Sharding(None))]
 X, UP = (EXAMPLES, WIDTH), (EXAMPLES, HIDDEN)
 
 

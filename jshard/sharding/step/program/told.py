@@ -98,7 +98,7 @@ def say_what_is_written(
     names = []
     for i, value in zip(sorted(of_written), found, strict=True):
         place = layout.places[paths[i]]
-        if place.four_bit or place.float8:  # read, they are computed
+        if place.weight.four_bit or place.weight.float8:  # read, they are computed
             value &= ~computed
         if value != 1 << i:
             names.append(repr(".".join(map(str, paths[i]))))

@@ -53,7 +53,7 @@ class Shard:
 
     def whole(self) -> jax.Array:
         """Returns the gathered weight, for a read outside the parameter's unit."""
-        if self.place.dim is None:
+        if self.place.sharding.dim is None:
             return self.gathered()
         reads = _READS.get()
         scope = READ.format(len(reads))
