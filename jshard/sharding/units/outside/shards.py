@@ -43,6 +43,19 @@ def noting_reads() -> Iterator[list[tuple[str, str]]]:
         yield reads
 
 
+# What a user sees of a Shard, outside of the unit that owns the parameter:
+#
+#   kernel[...], kernel + x, jnp.sum(kernel), kernel.T   the full weight, gathered
+#   jax.tree, nnx.state, what transforms are handed      the full weight, gathered
+#   kernel.shape, .dtype, .ndim, .size                   those of the full weight
+#   kernel[...] = weight                                 is taken: no Shard is left
+#   kernel[i] = x                                        UserError
+#   kernel.get_raw_value()                               the Shard
+#   a private attribute (kernel._x)                      AttributeError
+#
+# Shapes and dtypes gather nothing. A gather outside of a unit is told, once.
+
+
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """The value of a parameter's Variable, in place of its array."""
