@@ -12,7 +12,7 @@ from jshard.sharding.layout.values.random_streams import merge_state
 from jshard.sharding.settings.loss import Means, seeds
 from jshard.sharding.settings.maximum import before_all
 from jshard.sharding.settings.state import ModelArrays
-from jshard.sharding.step.counts import count
+from jshard.sharding.step.loss_counts import count
 from jshard.sharding.step.program.traced import Forward
 
 

@@ -15,7 +15,7 @@ from jshard.sharding.settings.loss import Loss, Means, seeds
 from jshard.sharding.settings.maximum import combined
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.state import ModelArrays
-from jshard.sharding.step.counts import count
+from jshard.sharding.step.loss_counts import count
 from jshard.sharding.step.program.traced import Forward
 from jshard.system.errors import UserError
 
