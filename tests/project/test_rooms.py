@@ -14,27 +14,27 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5134,
+    "system": 5148,
     "sharding": 1,
     "sharding/settings": 1921,
     "sharding/layout": 2524,
-    "sharding/axes": 564,
+    "sharding/axes": 563,
     "sharding/cpu": 423,
-    "sharding/collectives": 743,
+    "sharding/collectives": 745,
     "sharding/float8": 807,
     "sharding/update": 1799,
-    "sharding/units": 2539,
-    "sharding/pipeline": 1031,
-    "sharding/step": 2380,
+    "sharding/units": 2536,
+    "sharding/pipeline": 1029,
+    "sharding/step": 2373,
     "nn": 1405,
     "storage": 7799,
     "data": 6775,
     "recipe": 2459,
-    "plan": 6650,
+    "plan": 6656,
     "inference": 2514,
     "training": 5243,
     "the commands": 1301,
-    "the public names": 698,
+    "the public names": 705,
 }
 MOST_CLASSES_IN_UNITS = 8
 MOST_LEVELS = 15
