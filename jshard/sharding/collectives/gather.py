@@ -51,7 +51,7 @@ def all_gather(shard: Any, place: Placement) -> jax.Array:
     full = shard if has_scale or quantized_gather else cast(shard, place.weight.gather)
     for dim, axes in _gathers(place, full.ndim):
         if quantized_gather:
-            full = quantized.all_gather(full, dim, place.weight.gather, axes)
+            full = quantized.gather_quantized(full, dim, place.weight.gather, axes)
         elif is_quantized(full.dtype):
             full = quantized.all_gather_values(full, dim, axes)
         else:

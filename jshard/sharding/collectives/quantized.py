@@ -22,7 +22,9 @@ from jshard.sharding.settings.mesh import shard_axes
 BLOCK = 256  # values that share a scale of four bytes, which adds 1.6 % on the wire
 
 
-def all_gather(shard: jax.Array, dim: int, dtype: Any, axes: Any = None) -> jax.Array:
+def gather_quantized(
+    shard: jax.Array, dim: int, dtype: Any, axes: Any = None
+) -> jax.Array:
     """Returns the full parameter, gathered along ``dim`` with values of ``dtype``.
 
     All devices get the same weights: a device's own shard is quantized, too.

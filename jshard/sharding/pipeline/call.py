@@ -219,7 +219,7 @@ def _changes(traced: Traced, xs: Sequence[jax.Array], stages: Stages) -> list[An
     return jax.tree.unflatten(jax.tree.structure(changes), ys)
 
 
-class Split(NamedTuple):
+class SplitProgram(NamedTuple):
     """A step's program, before and after the layers of its Stack.
 
     Attributes:
@@ -241,7 +241,7 @@ class Split(NamedTuple):
     of_parameters: list[bool]
 
 
-def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
+def split_program(traced: core.ClosedJaxpr, parameters: int) -> SplitProgram:
     """Splits a traced program at the one call of its Stack.
 
     Raises:
@@ -281,7 +281,7 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
     bits = [int(i < parameters) for i in range(number)]
     of_operands = jaxpr.replace(eqns=jaxpr.eqns[:index], outvars=eqn.invars)
     place = {var: i for i, var in enumerate(jaxpr.invars)}
-    return Split(
+    return SplitProgram(
         eqn.params["call"],
         before,
         after,

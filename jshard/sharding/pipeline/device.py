@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.sharding.layout.microbatches import first_of
-from jshard.sharding.pipeline.call import Split
+from jshard.sharding.pipeline.call import SplitProgram
 from jshard.sharding.pipeline.schedule import (
     FORWARD,
     NONE,
@@ -79,7 +79,7 @@ class Stage:
 
     def __init__(
         self,
-        split: Split,
+        split: SplitProgram,
         shapes: Any,
         params: Sequence[jax.Array],
         frozen: Sequence[jax.Array],

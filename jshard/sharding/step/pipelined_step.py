@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from jshard.sharding.layout.microbatches import Micro
-from jshard.sharding.pipeline.call import Split, split_program
+from jshard.sharding.pipeline.call import SplitProgram, split_program
 from jshard.sharding.pipeline.device import Stage
 from jshard.sharding.settings.loss import Loss, Means, seeds
 from jshard.sharding.settings.maximum import combined
@@ -57,7 +57,7 @@ def pipelined(
     return grads, Means(loss, metrics), None, first.after
 
 
-def _without_layers(split: Split, shapes: Any) -> Callable[..., list[Any]]:
+def _without_layers(split: SplitProgram, shapes: Any) -> Callable[..., list[Any]]:
     """Returns the program with zeros for what the Stack returns.
 
     What counts, weights of the loss and the next state take is the same in each stage.

@@ -109,7 +109,7 @@ def test_every_device_sees_the_same_weights_its_own_shard_too(dtype, dim):
     mesh = jshard.make_mesh()
 
     def gathered(shard: jax.Array) -> jax.Array:
-        return quantized.all_gather(shard, dim, jnp.dtype(dtype))[None]
+        return quantized.gather_quantized(shard, dim, jnp.dtype(dtype))[None]
 
     got = jax.jit(
         jax.shard_map(
