@@ -45,8 +45,8 @@ class Layout:
       mesh: the Mesh or AbstractMesh that the state is sharded over.
       places: the Placement of every parameter, trained or frozen, by path.
       specs: the state with a PartitionSpec in place of each array.
-      stages: how a Stack's layers are divided among the stages of a pipeline; None at
-        rest, and where there is none.
+      stages: how a Stack's layers are divided among the stages of a pipeline; None of a
+        state, and without one.
     """
 
     policy: Policy

@@ -1,6 +1,6 @@
 """Once a step: parameters to the stages that need them, and gradients back.
 
-At rest every parameter is sharded over "pipe", too, like on any mesh of as many
+In a state every parameter is sharded over "pipe", too, as on any mesh of as many
 devices, so that optimizers, averages and checkpoints know nothing of stages. An
 all-to-all takes the shards of a Stack's layers to their stages. What is outside of the
 Stack is gathered over "pipe": then each stage has it, sharded over the other axes.
@@ -45,14 +45,14 @@ def to_stages(
 def from_stages(
     grads: nnx.State, shards: nnx.State, layout: Layout, stages: Stages
 ) -> nnx.State:
-    """Returns gradients sharded as their parameters at rest, in ``layout``."""
+    """Returns gradients sharded like the parameters of a state of ``layout``."""
     move = functools.partial(_to_stages, layout, stages)
     (grads,) = jax.linear_transpose(move, shards)(grads)
     return grads
 
 
 def _to_stages(layout: Layout, stages: Stages, arrays: nnx.State) -> nnx.State:
-    """Moves shards to their stages. What is not sharded is everywhere already."""
+    """Sends shards to their stages. What is not sharded is on all devices already."""
     rows = stages.rows()
 
     def move(path: tuple, variable: nnx.Variable) -> nnx.Variable:

@@ -95,7 +95,7 @@ class FSDP:
         """Creates a state directly as shards.
 
         Full parameters never exist on a device or on the host, and values do not depend
-        on the mesh. Host arrays (``Policy.offload``) are made on devices, in turns.
+        on the mesh. Host arrays (``Policy.offload``) are made on devices, some at once.
 
         Args:
           make_model: makes the model from random streams.

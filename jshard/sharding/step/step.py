@@ -40,9 +40,9 @@ from jshard.sharding.settings.count import add_up
 from jshard.sharding.settings.in_stages import in_stages
 from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
 from jshard.sharding.settings.mesh import (
-    axes_of,
     examples_spec,
     manual_axes,
+    axes_of,
     split_sequences,
     stages_of,
 )
@@ -243,7 +243,7 @@ def gradients(
       batch: this device's examples, (examples, ...) each.
       scale: scales the loss in the backward; None is 1.
     """
-    policy, at_rest, shards = layout.policy, layout, arrays.params
+    policy, of_state, shards = layout.policy, layout, arrays.params
     if stages_of(layout.mesh) > 1:
         stages = divide(arrays, layout.mesh, policy)
         arrays, batch, layout = to_stages(arrays, batch, layout, stages)
@@ -272,7 +272,7 @@ def gradients(
     if policy.accumulate > 1:
         check_means(traced.jaxpr, shapes)
 
-    places = at_rest.places_of(shards)
+    places = of_state.places_of(shards)
     if micro is None:
         found = _whole_batch(forward, arrays, batch, scale)
     else:
@@ -283,7 +283,7 @@ def gradients(
 
     grads = _map_gathered_once(scatter, grads, sharded)
     if layout.stages:
-        grads = from_stages(grads, shards, at_rest, layout.stages)
+        grads = from_stages(grads, shards, of_state, layout.stages)
     grads = jax.tree.map(_sum_at_end, grads, places, shards)
     if scale is not None:
         # In float16 the scale may overflow, and the quotient underflow.

@@ -123,7 +123,7 @@ class Layer:
 
     Attributes:
       outputs: a pytree of abstract arrays.
-      places: of its weights.
+      places: the placements of its weights.
       reshard: ``reshard_after_forward``.
       differentiable: which inputs have gradients, True or False for each.
       consts: constants of user-defined derivative rules, which get no gradients.

@@ -1,4 +1,4 @@
-"""A parameter inside a step: this device's shard, which reads as the full weight.
+"""A parameter inside a step: this device's shard, in place of the full weight.
 
 In a step's model, the Variable of each parameter holds a Shard. A unit reads the shard
 itself (``shard_of``), gathers it when the unit is called, and drops the full weight
