@@ -19,8 +19,14 @@ from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.values.random_streams import plain_streams
 from jshard.sharding.pipeline.schedule import bubble
 from jshard.sharding.pipeline.stages import divide
-from jshard.sharding.settings.mesh import EXPERT, TENSOR, hosts_of, mesh_text, stages_of
-from jshard.sharding.settings.mesh import axes_of as mesh_axes
+from jshard.sharding.settings.mesh import (
+    EXPERT,
+    TENSOR,
+    hosts_of,
+    mesh_axes,
+    mesh_text,
+    stages_of,
+)
 from jshard.sharding.settings.scopes import (
     EXCHANGE_TOKENS,
     FIRST_STAGE,

@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.sharding.settings.callers_mesh import given_back, own_mesh
 from jshard.sharding.settings.mesh import (
-    axes_of,
     batch_spec,
     devices_of_a_sequence,
     example_axes,
     examples_spec,
     groups_of_examples,
+    mesh_axes,
     named_sizes,
     stages_of,
 )
@@ -186,7 +186,7 @@ def rows_of_process(mesh: Mesh, *, whole: bool = False) -> tuple[int, int]:
     Raises:
       UserError: this process has some of the examples of another, but not all.
     """
-    names = axes_of(mesh) if whole else example_axes(mesh)
+    names = mesh_axes(mesh) if whole else example_axes(mesh)
     dims = [mesh.axis_names.index(name) for name in names]
     rows: dict[int, set] = {}
     for index, device in np.ndenumerate(mesh.devices):

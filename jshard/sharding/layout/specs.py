@@ -17,7 +17,7 @@ from jshard.sharding.settings.mesh import (
     AXES,
     FSDP,
     REPLICA,
-    axes_of,
+    mesh_axes,
     names_of,
     shard_axes,
     shards_of,
@@ -85,7 +85,7 @@ def sharded_over(parts: Parts, mesh: Mesh) -> tuple[str, ...] | None:
     splits = {axis for _, axis in parts.splits}
     if not splits:
         return None
-    axes = axes_of(mesh)
+    axes = mesh_axes(mesh)
     return tuple(axis for axis in axes if axis != REPLICA and axis not in splits)
 
 
@@ -158,7 +158,7 @@ def param_spec(variable: nnx.Variable, place: Placement, mesh: Mesh) -> Partitio
 
 def manual_specs(specs: Any, mesh: Mesh) -> Any:
     """Returns the specs reduced to the axes that ``shard_map`` splits."""
-    manual = set(axes_of(mesh))
+    manual = set(mesh_axes(mesh))
     return jax.tree.map(
         lambda spec: PartitionSpec(
             *(a if manual.issuperset(names_of(a)) else None for a in spec)

@@ -23,7 +23,7 @@ from jshard.sharding.layout.specs import (
 )
 from jshard.sharding.layout.splits import WHOLE, Parts, Split, find_splits
 from jshard.sharding.layout.variables import own_dtypes
-from jshard.sharding.settings.mesh import axes_of, names_of, shard_axes, stages_of
+from jshard.sharding.settings.mesh import mesh_axes, names_of, shard_axes, stages_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import Precision, is_float, is_quantized
 from jshard.sharding.settings.state import ModelArrays, TrainState
@@ -280,7 +280,7 @@ def _places(
                 reduce=precision.reduce,
                 sum=precision.sum,
                 sum_over=tuple(
-                    a for a in axes_of(mesh) if a not in apart and mesh.shape[a] > 1
+                    a for a in mesh_axes(mesh) if a not in apart and mesh.shape[a] > 1
                 ),
                 sum_at="step" if once else "unit",
                 trainable=trainable and is_float(variable.get_value()),

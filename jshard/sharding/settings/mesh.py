@@ -208,7 +208,7 @@ def mesh_text(mesh: Mesh) -> str:
     return " x ".join(f"{axis} {mesh.shape[axis]}" for axis in axes)
 
 
-def axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+def mesh_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the axes of a mesh that are manual in a step; others are automatic."""
     return tuple(axis for axis in AXES if axis in mesh.axis_names)
 
@@ -218,7 +218,7 @@ def shard_axes(mesh: Mesh | AbstractMesh | None = None) -> str | tuple[str, ...]
 
     These are those of ``mesh``, or of the step that is being traced.
     """
-    names = manual_axes() if mesh is None else axes_of(mesh)
+    names = manual_axes() if mesh is None else mesh_axes(mesh)
     axes = tuple(axis for axis in names if axis != REPLICA)
     return axes if len(axes) > 1 else FSDP
 
@@ -236,7 +236,7 @@ def shards_of(mesh: Mesh | AbstractMesh, *, split: bool = False) -> int:
     If it is ``split`` over "tensor" and "expert", these are shards of a device's part.
     """
     skipped = (REPLICA, TENSOR, EXPERT) if split else (REPLICA,)
-    return math.prod(mesh.shape[a] for a in axes_of(mesh) if a not in skipped)
+    return math.prod(mesh.shape[a] for a in mesh_axes(mesh) if a not in skipped)
 
 
 def example_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ def examples_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Returns the manual mesh axes: ``axes_of`` inside a step, otherwise none.
+    """Returns the manual mesh axes: ``mesh_axes`` inside a step, otherwise none.
 
     Without "pipe" for what runs in a stage, with the stage's devices alone.
     """

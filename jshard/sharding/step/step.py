@@ -42,7 +42,7 @@ from jshard.sharding.settings.loss import Means, over_devices, seeds, terms_of
 from jshard.sharding.settings.mesh import (
     examples_spec,
     manual_axes,
-    axes_of,
+    mesh_axes,
     split_sequences,
     stages_of,
 )
@@ -215,7 +215,7 @@ def _on_devices(
     return jax.shard_map(
         fn,
         mesh=layout.mesh,
-        axis_names=set(axes_of(layout.mesh)),
+        axis_names=set(mesh_axes(layout.mesh)),
         check_vma=False,
         in_specs=(layout.local_specs, *in_specs),
         out_specs=out_specs,

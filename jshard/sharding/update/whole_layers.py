@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.sharding.layout.padding import padded_dim
 from jshard.sharding.layout.specs import shard_dim
-from jshard.sharding.settings.mesh import axes_of, shard_axes, shards_of
+from jshard.sharding.settings.mesh import mesh_axes, shard_axes, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.scopes import within
 
@@ -103,7 +103,7 @@ def _in_rounds(
         mesh=mesh,
         in_specs=PartitionSpec(axes),
         out_specs=PartitionSpec(axes),
-        axis_names=set(axes_of(mesh)),
+        axis_names=set(mesh_axes(mesh)),
         check_vma=False,
     )
 
