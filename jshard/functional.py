@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.cpu.order import in_order
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Gradient, Placement, Sharding, Weight
 from jshard.sharding.settings.mesh import FSDP, manual_axes, names_of, shard_axes
 from jshard.sharding.settings.policy import Reshard, UnitPolicy
 from jshard.sharding.settings.precision import is_float
@@ -126,13 +126,16 @@ def _placements(
         others = set(manual_axes()) - set(names_of(sharded) if dims else ())
         real = jnp.issubdtype(param.dtype, jnp.floating)
         return Placement(
-            dim,
-            gather=dtype if real else None,
-            compute=dtype if real else None,
-            reduce=reduce_dtype if real else None,
-            sum_over=tuple(axis for axis in manual_axes() if axis in others),
-            sum_at="unit",
-            trainable=is_float(param),
+            Sharding(dim),
+            weight=Weight(
+                gather=dtype if real else None, compute=dtype if real else None
+            ),
+            gradient=Gradient(
+                reduce=reduce_dtype if real else None,
+                sum_over=tuple(axis for axis in manual_axes() if axis in others),
+                sum_at="unit",
+                trainable=is_float(param),
+            ),
         )
 
     return jax.tree.map(place, params, specs)

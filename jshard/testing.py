@@ -16,7 +16,7 @@ from jshard.sharding.settings.mesh import make_mesh
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.step.fsdp import FSDP
 from jshard.sharding.step.program.draws import with_rngs
-from jshard.sharding.step.step import decide_for_training
+from jshard.sharding.units.model import decide_for_training
 
 # The gradient of a parameter may be nothing but rounding (a bias before a norm's mean):
 # it is measured against this part of the largest gradient at least.

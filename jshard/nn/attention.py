@@ -8,7 +8,6 @@ width, M packed documents of a row.
 """
 
 import math
-import warnings
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +20,7 @@ from jshard.sharding.axes.context import on_whole_sequences
 from jshard.sharding.settings.mesh import capability
 from jshard.sharding.settings.policy import ATTENTION_OPERANDS
 from jshard.system.compat.cudnn_calls import packed_attention
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "blockwise")
 # Scopes of the kernels, and what the start-up note says of them.
@@ -189,10 +188,9 @@ def _choose(
         raise UserError(f"attention 'cudnn' {obstacle}; use 'auto' or 'blockwise'")
     long = platform == "gpu" and max(q.shape[1], k.shape[1]) > _FEW
     if long:
-        warnings.warn(
+        warn(
             f"attention: {KERNELS['blockwise-attention']}, several times slower than "
-            f"{KERNELS['cudnn-attention']}, which {obstacle}",
-            stacklevel=5,  # the caller of dot_product_attention
+            f"{KERNELS['cudnn-attention']}, which {obstacle}"
         )
     return "blockwise" if long or lacking else "xla"
 

@@ -306,13 +306,13 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
     devices, gathered = sizes.get(EXPERT, 1), 0
     for path, variable in state.flat_params():
         place, x = layout.places[path], variable.get_value()
-        if all(axis != EXPERT for _, axis in place.splits):
+        if all(axis != EXPERT for _, axis in place.part.splits):
             continue
-        arrives = jnp.dtype(place.gather or x.dtype)
-        reduced = jnp.dtype(place.reduce or place.compute or arrives)
+        arrives = jnp.dtype(place.weight.gather or x.dtype)
+        reduced = jnp.dtype(place.gradient.reduce or place.weight.compute or arrives)
         gathers = 2 if policy.unit(path).reshard_after_forward else 1
         moved = gathers * arrives.itemsize
-        moved += reduced.itemsize if place.trainable else 0
+        moved += reduced.itemsize if place.gradient.trainable else 0
         # Split over e devices and sharded over f, a device gathers 1/e of the experts,
         # of which it has 1/f; whole, all of them, of which it has 1/ef.
         gathered += (x.size - x.size // devices) * moved

@@ -79,7 +79,7 @@ def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     small: dict[str, int] = {}
     others: dict[str, int] = {}
     for path, variable in state.flat_params():
-        if layout.places[path].dim is None:
+        if layout.places[path].sharding.dim is None:
             x = variable.get_value()
             few = np.prod(x.shape[layer_dims(variable) :]) < fewest
             nbytes = x.size * x.dtype.itemsize

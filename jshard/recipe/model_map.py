@@ -23,7 +23,6 @@ import inspect
 import math
 import sys
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.online.download import cached_path, local_path
 from jshard.storage.hub.tied_heads import other_head
 from jshard.system.cli.knob import Knob
-from jshard.system.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of, warn
 from jshard.system.files.untrusted import read_json
 
 FROM, IGNORE = "from", "ignore"  # keys in the group `model`
@@ -181,10 +180,9 @@ def _with_head(
     if untied.items() <= model.items() or not folders.has_weights(folder):
         return model
     if head := other_head(folder, huggingface.tensors(model)):
-        warnings.warn(
+        warn(
             f"{folder / folders.CONFIG} ties the head to the embedding, but {head} has "
-            "other values: it is not tied, as in transformers 5",
-            stacklevel=2,
+            "other values: it is not tied, as in transformers 5"
         )
         return {**model, **untied}
     return model

@@ -1,6 +1,8 @@
 """Errors that tell the user more in one line than in a traceback."""
 
 import errno
+import inspect
+import warnings
 from collections.abc import Sequence
 
 from jshard.system.formatting import one_line
@@ -11,6 +13,21 @@ def some_of(texts: Sequence[str], separator: str = ", ", limit: int = 8) -> str:
     more = len(texts) - limit
     shown = separator.join(texts[:limit])
     return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+# Packages through which a user's call leads here, but for models and recipes.
+_PASSED = {"jshard", "jax", "jaxlib", "flax", "contextlib", "functools"}
+
+
+def warn(text: str) -> None:
+    """Warns at the line of the user's that led here, past jshard, JAX and Flax."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_back is not None:
+        package, _, rest = frame.f_globals.get("__name__", "").partition(".")
+        if package not in _PASSED or rest.startswith(("models.", "recipes.")):
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -3,13 +3,12 @@
 import io
 import math
 import threading
-import warnings
 from typing import Any
 
 import numpy as np
 
 from jshard.data.images.image_sources import FORMATS, EncodedImage, pillow
-from jshard.system.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of, warn
 
 _MODES = {1: "L", 3: "RGB"}
 _DEEP = ("I", "I;16", "I;16B", "I;16L")  # 16 bits of grey
@@ -85,10 +84,9 @@ class Decoder:
                     f"{some_of(sorted(self._broken))}"
                 )
         if not known:
-            warnings.warn(
+            warn(
                 f"{name} does not decode and is skipped ({why}): {count} of at most "
-                f"{self._most_broken}",
-                stacklevel=2,
+                f"{self._most_broken}"
             )
 
 

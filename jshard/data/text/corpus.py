@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import os
 import sysconfig
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,7 +26,7 @@ from jshard.data.tokenizers.byte_pieces import ByteTokenizer, PieceTokenizer
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.storage.hub.online.download import data_path
 from jshard.system.cli.paths import check_path
-from jshard.system.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of, warn
 
 # Tests, tables and third-party code, and files that differ between installations of
 # the same Python version.
@@ -251,10 +250,9 @@ def _texts(root: Path, files: Sequence[Path]) -> Iterator[tuple[Path, bytes]]:
         elif data:
             yield file, data
     if binary:
-        warnings.warn(
+        warn(
             f"{root}: skipped {len(binary)} of {len(files)} files that are not UTF-8 "
-            f"text; the first is {binary[0]}",
-            stacklevel=5,  # the caller of text_data
+            f"text; the first is {binary[0]}"
         )
 
 

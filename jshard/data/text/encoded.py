@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from jshard.data.text.token_files import Piece
 from jshard.data.tokenizers.chat import load_chat
 from jshard.data.tokenizers.continued import common, with_end
 from jshard.data.tokenizers.tokenizer import Tokenizer
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 TEXT_BYTES = 2**24  # longer texts are several documents, as tokenizing takes memory
 _BATCH = 2**20  # characters tokenized at a time
@@ -54,11 +53,10 @@ def encode_files(
     stamps = tuple((file.stat().st_mtime_ns, file.stat().st_size) for file in files)
     size = sum(size for _, size in stamps)
     if size > _MUCH:
-        warnings.warn(
+        warn(
             f"{files[0].parent}: every process tokenizes {size / 1e9:.1f} GB of text "
             "at every start and keeps it in memory; python -m jshard.tokenize does it "
-            "once",
-            stacklevel=2,
+            "once"
         )
     return _encode_files(tuple(files), tokenizer, text_key, stamps)
 

@@ -1,6 +1,5 @@
 """A model as lm_eval asks it: for log-likelihoods, and for texts until a stop."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from jshard.inference.generation.decoding import NOTHING
 from jshard.inference.generation.prompts import context_length
 from jshard.inference.generation.scoring import padded_length, scores
 from jshard.inference.generation.weight_placement import Placement
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 from jshard.system.files.untrusted import parse_json
 from jshard.system.formatting import one_line
 
@@ -278,7 +277,7 @@ class LanguageModel(TemplateLM):
 
     def _warn(self, text: str) -> None:
         if jax.process_index() == 0:
-            warnings.warn(text, stacklevel=2)
+            warn(text)
 
 
 def sampling_of(options: Mapping[str, Any]) -> Sampling:

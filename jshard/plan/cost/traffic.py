@@ -173,9 +173,9 @@ def least(
     for path, variable in state.flat_params():
         place, x = places[path], variable.get_value()
         looked_up = variable.get_metadata(LOOKED_UP, False)
-        over = place.over or shard_axes(mesh)
+        over = place.sharding.over or shard_axes(mesh)
         shards = math.prod(mesh.shape[axis] for axis in names_of(over))
-        if place.dim is None or shards == 1 or (looked_up and rounds):
+        if place.sharding.dim is None or shards == 1 or (looked_up and rounds):
             continue
         shard, depth = shard_size(x), layer_dims(variable)
         shards //= stages
@@ -184,12 +184,12 @@ def least(
         kept = stages > 1 and policy.unit(path).reshard_after_forward is False
         moved = shard * (shards - 1) * (1 if kept else rounds or 1)
         # Not all of a Stack's matrices are in float8, but none can be narrower.
-        float8 = place.float8 if depth and x.ndim - depth > 1 else None
+        float8 = place.weight.float8 if depth and x.ndim - depth > 1 else None
         width = PRODUCTS[float8] if float8 else 1.0  # of four bits bytes have two
         bits = "int8" if width == 1 else "uint8"
-        wire = jnp.dtype(bits if float8 else place.gather or x.dtype)
+        wire = jnp.dtype(bits if float8 else place.weight.gather or x.dtype)
         add("all-gather", wire, moved * width)
-        matrix = place.four_bit is not None or x.ndim - depth > 1
+        matrix = place.weight.four_bit is not None or x.ndim - depth > 1
         if depth and matrix and rounds:
             unit, length = policy.unit(path), x.shape[depth - 1]
             again = moved * width * _gathered_again(unit, length, prefetch) / length
@@ -197,20 +197,24 @@ def least(
             if unit.reshard_after_forward is True:
                 add("all-gather", wire, again)
             elif group:  # from what each group keeps, in the smaller dtype
-                kept = wire if float8 else jnp.dtype(place.compute or wire)
+                kept = wire if float8 else jnp.dtype(place.weight.compute or wire)
                 if not is_quantized(wire):
                     kept = min(kept, wire, key=lambda dtype: dtype.itemsize)
                 share = (1 - 1 / group) / (1 - 1 / shards)
                 add("all-gather", kept, again * share)
-        if not place.trainable or not is_float(x):
+        if not place.gradient.trainable or not is_float(x):
             continue
         # A gradient has the dtype in which its weight arrived.
         arrived = x.dtype if is_quantized(wire) else wire
-        reduce = jnp.dtype(place.reduce or place.compute or arrived)
-        by_parts = place.sum not in (None, reduce)
+        reduce = jnp.dtype(place.gradient.reduce or place.weight.compute or arrived)
+        by_parts = place.gradient.sum not in (None, reduce)
         add("all-to-all" if by_parts else "reduce-scatter", reduce, moved)
         if replicas > 1:
-            add("all-reduce", place.sum or reduce, shard * 2 * (1 - 1 / replicas))
+            add(
+                "all-reduce",
+                place.gradient.sum or reduce,
+                shard * 2 * (1 - 1 / replicas),
+            )
     return {key: size for key, size in found.items() if size}
 
 

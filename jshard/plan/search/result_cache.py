@@ -4,13 +4,13 @@ import functools
 import hashlib
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 from jshard.plan.program import Program
 from jshard.system.compat import absent_gpus
 from jshard.system.compat.versions import versions
+from jshard.system.errors import warn
 from jshard.system.files.atomic import replace_file
 from jshard.system.files.untrusted import read_json
 
@@ -34,7 +34,7 @@ def read_result(folder: Path, key: str) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         message = f"ignored a damaged cache file, and compiled again: {path}"
-        warnings.warn(f"{message} ({error!r})", stacklevel=2)
+        warn(f"{message} ({error!r})")
         return None
 
 
@@ -45,7 +45,7 @@ def write_result(folder: Path, key: str, result: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps({"key": key, "result": result}))
     except OSError as error:
-        warnings.warn(f"result not cached: cannot write {path} ({error})", stacklevel=2)
+        warn(f"result not cached: cannot write {path} ({error})")
 
 
 def program_key(program: Program, lowered: str) -> str:

@@ -10,7 +10,6 @@ Shape suffixes: B batch, T time of this device, S time of whole sequences, N hea
 K key-value heads, H head width.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax import lax
 
 from jshard.sharding.settings.mesh import context_size, sequence_axes, split_sequences
 from jshard.sharding.settings.scopes import EXCHANGE
+from jshard.system.errors import warn
 
 
 def positions(length: int, dtype: Any = None) -> jax.Array:
@@ -82,10 +82,9 @@ def on_whole_sequences(
     heads = -(-N // n) * n
     k_BTKH, v_BTKH = (jnp.repeat(x, copies, axis=2) for x in (k_BTKH, v_BTKH))
     if heads > N:
-        warnings.warn(
+        warn(
             f"attention: {' x '.join(axes)}={n} does not divide the {N} heads, so "
-            f"{heads - N} more, of zeros, are computed with them",
-            stacklevel=2,
+            f"{heads - N} more, of zeros, are computed with them"
         )
         q_BTNH, k_BTKH, v_BTKH = (
             jnp.pad(x, [(0, 0), (0, 0), (0, heads - N), (0, 0)])

@@ -29,13 +29,18 @@ def is_cheaper(shard_VC: jax.Array, place: Placement, ids: Any) -> bool:
     The answer is False unless columns are sharded and ``ids`` is an integer array.
     """
     devices = lax.axis_size(shard_axes())
-    if place.dim != -1 or devices == 1:
+    if place.sharding.dim != -1 or devices == 1:
         return False
     if not hasattr(ids, "dtype") or not jnp.issubdtype(ids.dtype, jnp.integer):
         return False
     rows, columns = shard_VC.shape[0], devices * shard_VC.shape[1]
-    gathered = rows * columns * (place.gather or shard_VC.dtype).itemsize
-    row = columns * _narrower(place.compute or shard_VC.dtype, place.gather).itemsize
+    gathered = rows * columns * (place.weight.gather or shard_VC.dtype).itemsize
+    row = (
+        columns
+        * _narrower(
+            place.weight.compute or shard_VC.dtype, place.weight.gather
+        ).itemsize
+    )
     return ids.size * (row + devices * ids.dtype.itemsize) < gathered
 
 
@@ -47,9 +52,9 @@ def look_up(
 ) -> jax.Array:
     """Looks up rows of a table whose columns are sharded.
 
-    Values are those of a gathered table in ``place.gather`` and ``place.compute``, but
-    never quantized. Gradients are sent token by token, in their own dtype or in
-    ``place.reduce`` if that is narrower, and summed in at least float32.
+    Values are those of a gathered table in the dtypes of ``place.weight``, but never
+    quantized. Gradients are sent token by token, in their own dtype or in
+    ``place.gradient.reduce`` if that is narrower, and summed in at least float32.
 
     ``read(table, ids)`` looks up rows in a table of any number of columns; ``ids`` are
     (...) integers, this device's tokens. The result is (..., D), in its dtype.
@@ -66,27 +71,29 @@ def look_up(
         # XLA would combine an all-gather with those of weights and wait for them.
         ids_A = lax.all_to_all(jnp.tile(ids_T, devices), shard_axes(), 0, 0, tiled=True)
         table_VC = place.fetched(shard_VC)
-        if place.gather is not None and not is_quantized(place.gather):
-            table_VC = table_VC.astype(place.gather)
-        table_VC = table_VC.astype(place.compute or table_VC.dtype)
+        if place.weight.gather is not None and not is_quantized(place.weight.gather):
+            table_VC = table_VC.astype(place.weight.gather)
+        table_VC = table_VC.astype(place.weight.compute or table_VC.dtype)
         rows_AC = read(table_VC, ids_A)
-        sent_AC = rows_AC.astype(_narrower(rows_AC.dtype, place.gather))
+        sent_AC = rows_AC.astype(_narrower(rows_AC.dtype, place.weight.gather))
         rows_TD = lax.all_to_all(sent_AC, shard_axes(), 0, 1, tiled=True)
         rows_TD = place.without_padding(rows_TD)
         return rows_TD.astype(rows_AC.dtype), ids_A
 
     @jax.named_scope(LOOK_UP)
     def backward(ids_A, grad_TD):
-        if not place.trainable:
+        if not place.gradient.trainable:
             return None, None
-        grad_TD = grad_TD.astype(_narrower(grad_TD.dtype, place.reduce))
+        grad_TD = grad_TD.astype(_narrower(grad_TD.dtype, place.gradient.reduce))
         grad_TD = place.with_padding(grad_TD)
         grad_AC = lax.all_to_all(grad_TD, shard_axes(), 1, 0, tiled=True)
         wide = jnp.promote_types(grad_AC.dtype, jnp.float32)
         grad_VC = jnp.zeros(shape, wide).at[ids_A].add(grad_AC.astype(wide))
         # The all-reduce over replicas, if there is one, has the dtype of gradients.
-        if place.sum_at == "unit" and lax.axis_size(REPLICA) > 1:
-            grad_VC = grad_VC.astype(place.sum or place.reduce or grad_AC.dtype)
+        if place.gradient.sum_at == "unit" and lax.axis_size(REPLICA) > 1:
+            grad_VC = grad_VC.astype(
+                place.gradient.sum or place.gradient.reduce or grad_AC.dtype
+            )
         return all_reduce_in_unit(grad_VC, place, dtype), None
 
     run.defvjp(forward, backward)

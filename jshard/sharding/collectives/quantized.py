@@ -10,7 +10,7 @@ tensor, as cuBLASLt wants it, or one for each 32 values, as cuDNN does on Blackw
 Their values stay in float8, or in four bits (``float4.py``).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,9 @@ from jshard.sharding.settings.mesh import shard_axes
 BLOCK = 256  # values that share a scale of four bytes, which adds 1.6 % on the wire
 
 
-def all_gather(shard: jax.Array, dim: int, dtype: Any, axes: Any = None) -> jax.Array:
+def gather_quantized(
+    shard: jax.Array, dim: int, dtype: Any, axes: Any = None
+) -> jax.Array:
     """Returns the full parameter, gathered along ``dim`` with values of ``dtype``.
 
     All devices get the same weights: a device's own shard is quantized, too.
@@ -76,6 +78,18 @@ def dequantize(values: jax.Array, scales: jax.Array) -> jax.Array:
 def _blocks(flat: jax.Array) -> jax.Array:
     """Reshapes to (blocks, 256), padded with zeros."""
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+class ScaledShard(NamedTuple):
+    """A shard that is gathered divided by a scale, in one byte a value or half of one.
+
+    Attributes:
+      shard: this device's part of a weight.
+      scale: of the tensor, a scalar, or of each block; as ``to_float8`` takes it.
+    """
+
+    shard: jax.Array
+    scale: jax.Array
 
 
 # One scale for a tensor.

@@ -23,13 +23,13 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def on_rank_zero(x: jax.Array, place: Placement) -> jax.Array:
-    """Returns zeros unless this is the first device along ``place.on_rank_zero``.
+    """Returns zeros unless this is the first device along ``place.part.on_rank_zero``.
 
     Weights and their gradients are treated alike.
     """
-    if place.on_rank_zero is None or place.whole:
+    if place.part.on_rank_zero is None or place.part.whole:
         return x
-    return jnp.where(lax.axis_index(place.on_rank_zero) == 0, x, jnp.zeros_like(x))
+    return jnp.where(lax.axis_index(place.part.on_rank_zero) == 0, x, jnp.zeros_like(x))
 
 
 @jax.named_scope(REDUCE_SCATTER)
@@ -39,15 +39,19 @@ def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     Each device gets the part of its shard. A replicated parameter's gradient is only
     cast.
     """
-    grad = on_rank_zero(cast(grad, place.reduce), place)
-    if place.dim is None:
+    grad = on_rank_zero(cast(grad, place.gradient.reduce), place)
+    if place.sharding.dim is None:
         return grad
-    grad, dim, axes = place.with_padding(grad), grad.ndim + place.dim, place.axes()
+    grad, dim, axes = (
+        place.with_padding(grad),
+        grad.ndim + place.sharding.dim,
+        place.axes(),
+    )
     if place.shards() == 1:
         return grad
-    if place.sum in (None, grad.dtype):
+    if place.gradient.sum in (None, grad.dtype):
         return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
-    return _reduce_scatter_in(grad, dim, axes, place.sum)
+    return _reduce_scatter_in(grad, dim, axes, place.gradient.sum)
 
 
 @jax.named_scope(ALL_REDUCE)
@@ -56,9 +60,9 @@ def all_reduce(grad: jax.Array, place: Placement) -> jax.Array:
 
     It is sent in the dtype of the sum.
     """
-    if place.sum is not None:
-        grad = grad.astype(jnp.promote_types(grad.dtype, place.sum))
-    return lax.psum(grad, place.sum_over) if place.sum_over else grad
+    if place.gradient.sum is not None:
+        grad = grad.astype(jnp.promote_types(grad.dtype, place.gradient.sum))
+    return lax.psum(grad, place.gradient.sum_over) if place.gradient.sum_over else grad
 
 
 def all_reduce_in_unit(grad: jax.Array, place: Placement, dtype: Any) -> jax.Array:
@@ -66,7 +70,7 @@ def all_reduce_in_unit(grad: jax.Array, place: Placement, dtype: Any) -> jax.Arr
 
     Otherwise the step sums what all of its backwards have added up.
     """
-    if place.sum_at == "unit":
+    if place.gradient.sum_at == "unit":
         grad = all_reduce(grad, place)
     return grad.astype(dtype)
 

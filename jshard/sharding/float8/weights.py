@@ -21,11 +21,11 @@ from jax import lax
 
 from jshard.sharding.collectives import float4
 from jshard.sharding.collectives.gather import all_gather
-from jshard.sharding.collectives.quantized import exponents, tensor_scale
+from jshard.sharding.collectives.quantized import ScaledShard, exponents, tensor_scale
 from jshard.sharding.float8.blocks import blocked, grid, packed
 from jshard.sharding.float8.formats import FORMATS, Format
 from jshard.sharding.float8.products import E4M3, Float8
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Gradient, Placement, Sharding
 from jshard.sharding.settings.mesh import shard_axes
 
 
@@ -44,20 +44,21 @@ def in_float8(
     weights alone is not kept for the backward. With ``stacked``, the unit is a Stack,
     and its shards are (L, ...).
     """
-    chosen = [i for i, place in enumerate(places) if place.float8]
+    chosen = [i for i, place in enumerate(places) if place.weight.float8]
     if not chosen:
         return fn, shards, places
-    chosen.sort(key=lambda i: str(places[i].float8))
+    chosen.sort(key=lambda i: str(places[i].weight.float8))
     groups = []
-    for kind, members in itertools.groupby(chosen, lambda i: places[i].float8):
+    for kind, members in itertools.groupby(chosen, lambda i: places[i].weight.float8):
         of_kind = [(lax.stop_gradient(shards[i]), places[i]) for i in members]
         groups.append(_scales(kind, of_kind, int(stacked)))
-    scaled = [pair for found in groups for pair in found.scaled]
+    scaled = [one for found in groups for one in found.scaled]
     of_groups = [(found.together, found.tensors) for found in groups]
     scales, structure = jax.tree.flatten(of_groups)
     places_of_values = [_of_values(places[i], shards[i].ndim - stacked) for i in chosen]
-    kept = [dataclasses.replace(p, gradient_only=bool(p.float8)) for p in places]
-    places_of_scales = [Placement(None, trainable=False)] * len(scales)
+    kept = [_not_gathered(place) if place.weight.float8 else place for place in places]
+    fixed = Placement(Sharding(None), gradient=Gradient(trainable=False))
+    places_of_scales = [fixed] * len(scales)
 
     def decoded(weights, xs, carry, args):
         weights, further = list(weights[: len(kept)]), weights[len(kept) :]
@@ -68,7 +69,7 @@ def in_float8(
             for i, scale in enumerate(_parts(together, found.shapes)):
                 of_weights.append((scale, None if tensors is None else tensors[i]))
         for i, value, (scale, tensor) in zip(chosen, values, of_weights, strict=True):
-            kind = places[i].float8 or ""
+            kind = places[i].weight.float8 or ""
             weights[i] = Float8(value, scale, tensor, weights[i], kind)
         return fn(weights, xs, carry, args)
 
@@ -78,25 +79,35 @@ def in_float8(
 
 def _of_values(place: Placement, ndim: int) -> Placement:
     """Returns the placement of a weight's values, which are gathered rounded."""
-    found = FORMATS.get(place.float8 or "")
+    found = FORMATS.get(place.weight.float8 or "")
     wire = found.wire if found else jnp.dtype(E4M3)
-    dim = packed(ndim, place.summed, place.dim) if wire == float4.E2M1 else None
-    return dataclasses.replace(
-        place, gather=wire, packed=dim, compute=None, trainable=False
+    dim = (
+        packed(ndim, place.weight.summed, place.sharding.dim)
+        if wire == float4.E2M1
+        else None
     )
+    weight = dataclasses.replace(place.weight, gather=wire, packed=dim, compute=None)
+    gradient = dataclasses.replace(place.gradient, trainable=False)
+    return dataclasses.replace(place, weight=weight, gradient=gradient)
+
+
+def _not_gathered(place: Placement) -> Placement:
+    """Returns the placement of what takes the gradient of such a weight."""
+    gradient = dataclasses.replace(place.gradient, only=True)
+    return dataclasses.replace(place, gradient=gradient)
 
 
 class _Scales(NamedTuple):
     """The scales of some weights, all in one format.
 
     Attributes:
-      scaled: their shards, each with what divides it.
+      scaled: their shards, each with its scale.
       together: all scales in one array.
       shapes: of each weight's scales.
       tensors: in four bits the exponents of the weights' own scales.
     """
 
-    scaled: list[tuple[jax.Array, jax.Array]]
+    scaled: list[ScaledShard]
     together: jax.Array
     shapes: list[tuple[int, ...]]
     tensors: jax.Array | None
@@ -118,7 +129,7 @@ def _tensor_scales(weights: _Weights, layers: int) -> _Scales:
     largest = [jnp.max(jnp.abs(x), axis=range(layers, x.ndim)) for x, _ in weights]
     together = jnp.stack([x.astype(jnp.float32) for x in largest], axis=-1)
     scales = tensor_scale(lax.pmax(together, shard_axes()), E4M3)
-    scaled = [(shard, scales[..., i]) for i, (shard, _) in enumerate(weights)]
+    scaled = [ScaledShard(x, scales[..., i]) for i, (x, _) in enumerate(weights)]
     return _Scales(scaled, scales, [()] * len(weights), None)
 
 
@@ -131,7 +142,7 @@ def _block_scales(format: Format, weights: _Weights, layers: int) -> _Scales:
         tensors = lax.pmax(tensors, shard_axes())
     for i, (shard, place) in enumerate(weights):
         full = jax.eval_shape(functools.partial(all_gather, place=place), shard)
-        grids.append(grid(full.shape[layers:], place.summed, format.block))
+        grids.append(grid(full.shape[layers:], place.weight.summed, format.block))
         scale_of = exponents
         if tensors is not None:
             scale_of = functools.partial(float4.block_scales, tensors=tensors[..., i])
@@ -144,7 +155,7 @@ def _block_scales(format: Format, weights: _Weights, layers: int) -> _Scales:
         scale = _for_shard(of_one, shard, place, len(grids[i]), format.block)
         if tensors is not None:
             scale = float4.decoded_scales(scale, tensors[..., i]).astype(jnp.bfloat16)
-        scaled.append((shard, scale))
+        scaled.append(ScaledShard(shard, scale))
     return _Scales(scaled, together, grids, tensors)
 
 
@@ -167,10 +178,10 @@ def _of_shard(
 
     The largest of all devices are the weight's.
     """
-    largest, dims = jnp.abs(shard), blocked(len(size), place.summed)
-    for dim in set(dims) - {place.dim}:
+    largest, dims = jnp.abs(shard), blocked(len(size), place.weight.summed)
+    for dim in set(dims) - {place.sharding.dim}:
         largest = _largest_in_blocks(largest, dim, block)
-    if place.dim is None:
+    if place.sharding.dim is None:
         return scale_of(largest)
     # Of the blocks that the shard touches, then in the place of these among all.
     dim, side, start = _start(shard, place, len(size), block)
@@ -186,7 +197,7 @@ def _for_shard(
     scales: jax.Array, shard: jax.Array, place: Placement, ndim: int, block: int
 ) -> jax.Array:
     """Returns what divides a shard, of the full weight's scales."""
-    if place.dim is None:
+    if place.sharding.dim is None:
         return scales
     dim, side, start = _start(shard, place, ndim, block)
     at = (start + jnp.arange(shard.shape[dim])) // side
@@ -197,9 +208,13 @@ def _start(
     shard: jax.Array, place: Placement, ndim: int, block: int
 ) -> tuple[int, int, Any]:
     """Returns the sharded dimension, blocks' side along it, and the shard's start."""
-    assert place.dim is not None
-    side = block if place.dim in blocked(ndim, place.summed) else 1
-    return place.dim, side, lax.axis_index(place.axes()) * shard.shape[place.dim]
+    assert place.sharding.dim is not None
+    side = block if place.sharding.dim in blocked(ndim, place.weight.summed) else 1
+    return (
+        place.sharding.dim,
+        side,
+        lax.axis_index(place.axes()) * shard.shape[place.sharding.dim],
+    )
 
 
 def _largest_in_blocks(x: jax.Array, dim: int, block: int) -> jax.Array:

@@ -138,17 +138,17 @@ def _of_vocabulary(
 
 def param_spec(variable: nnx.Variable, place: Placement, mesh: Mesh) -> PartitionSpec:
     """Returns the PartitionSpec of one parameter, including other mesh axes."""
-    others, dim = _other_axes(variable, mesh), place.dim
-    if dim is None and not any(others) and not place.splits:
+    others, dim = _other_axes(variable, mesh), place.sharding.dim
+    if dim is None and not any(others) and not place.part.splits:
         return PartitionSpec()
     ndim = len(np.shape(variable.get_value()))
     axes: list[Any] = [*[None] * layer_dims(variable), *others]
     axes += [None] * (ndim - len(axes))
-    for split, axis in place.splits:
+    for split, axis in place.part.splits:
         axes[split] = axis
     if dim is not None:
-        over = names_of(place.over or shard_axes(mesh))
-        if place.splits:  # of a device's part, if both split this dimension
+        over = names_of(place.sharding.over or shard_axes(mesh))
+        if place.part.splits:  # of a device's part, if both split this dimension
             over = (*names_of(axes[dim]), *over)
         axes[dim] = over[0] if len(over) == 1 else over
     while axes and axes[-1] is None:

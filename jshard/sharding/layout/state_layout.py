@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jshard.sharding.layout.four_bit.base import four_bit_of
 from jshard.sharding.layout.memory_kinds import HOST, on_host
 from jshard.sharding.layout.padding import PADDING, pad, padding_now, padding_of
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Gradient, Part, Placement, Sharding, Weight
 from jshard.sharding.layout.specs import (
     follow,
     is_sharded,
@@ -45,8 +45,8 @@ class Layout:
       mesh: the Mesh or AbstractMesh that the state is sharded over.
       places: the Placement of every parameter, trained or frozen, by path.
       specs: the state with a PartitionSpec in place of each array.
-      stages: how a Stack's layers are divided among the stages of a pipeline; None at
-        rest, and where there is none.
+      stages: how a Stack's layers are divided among the stages of a pipeline; None of a
+        state, and without one.
       sequences: the names of a batch's sequences, as of ``FSDP``.
     """
 
@@ -169,7 +169,9 @@ class Layout:
         split.
         """
         places = {
-            path: dataclasses.replace(place, whole=True)
+            path: dataclasses.replace(
+                place, part=dataclasses.replace(place.part, whole=True)
+            )
             for path, place in self.places.items()
         }
         return dataclasses.replace(self, places=places)
@@ -184,20 +186,17 @@ class Layout:
     def gathered(self) -> Self:
         """Returns the layout of a step, in which some parameters are gathered."""
         gathered = {
-            path: Placement(
-                None,
-                trainable=place.trainable,
-                float8=place.float8,
-                four_bit=place.four_bit,
-                decoded_to=place.decoded_to,
-                splits=place.splits,
-                on_rank_zero=place.on_rank_zero,
-            )
-            if self.gathered_once(path)
-            else place
+            path: _gathered(place) if self.gathered_once(path) else place
             for path, place in self.places.items()
         }
         return dataclasses.replace(self, places=gathered)
+
+
+def _gathered(place: Placement) -> Placement:
+    """Returns the placement of a gathered weight, whose gradient is not summed yet."""
+    weight = dataclasses.replace(place.weight, gather=None, compute=None)
+    gradient = Gradient(place.gradient.trainable)
+    return Placement(Sharding(None), place.part, weight, gradient)
 
 
 def padded(
@@ -265,23 +264,28 @@ def _places(
         once = dim is None or policy.accumulate > 1 or policy.defer_scatter
         once = once or stages_of(mesh) > 1
         places[path] = Placement(
-            dim,
-            padding and (padding.dim, padding.shape[padding.dim]),
-            gather=gather,
-            compute=precision.compute or dtype,
-            reduce=precision.reduce,
-            sum=precision.sum,
-            sum_over=tuple(
-                a for a in mesh_axes(mesh) if a not in apart and mesh.shape[a] > 1
+            Sharding(
+                dim,
+                exact=padding and (padding.dim, padding.shape[padding.dim]),
+                hosted=policy.offload == "all" and dim is not None,
+                over=over,
             ),
-            sum_at="step" if once else "unit",
-            trainable=trainable and is_float(variable.get_value()),
-            hosted=policy.offload == "all" and dim is not None,
-            float8=precision.products,
-            four_bit=four_bit,
-            decoded_to=decoded_to,
-            over=over,
-            splits=parts.splits,
-            on_rank_zero=parts.on_rank_zero,
+            part=Part(splits=parts.splits, on_rank_zero=parts.on_rank_zero),
+            weight=Weight(
+                gather=gather,
+                compute=precision.compute or dtype,
+                float8=precision.products,
+                four_bit=four_bit,
+                decoded_to=decoded_to,
+            ),
+            gradient=Gradient(
+                reduce=precision.reduce,
+                sum=precision.sum,
+                sum_over=tuple(
+                    a for a in mesh_axes(mesh) if a not in apart and mesh.shape[a] > 1
+                ),
+                sum_at="step" if once else "unit",
+                trainable=trainable and is_float(variable.get_value()),
+            ),
         )
     return places

@@ -28,7 +28,7 @@ from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units import stack
 from jshard.sharding.units.dataflow import dependencies
 from jshard.sharding.units.layers import Segment, put_layer, with_consts
-from jshard.sharding.units.linearize import Inputs, Traced, select, trace_layer
+from jshard.sharding.units.linearize import Gradients, Inputs, Traced, trace_layer
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.compat.programs.primitives import placeholder
@@ -82,17 +82,15 @@ class Call:
     @jax.named_scope(LAYERS_SCOPE)
     def backward(
         self, part: int, stacked: Inputs, consts: list, needed: Any, carry_ct: Any
-    ) -> Inputs:
+    ) -> Gradients:
         """Returns the gradients of a segment, those of its own rows."""
         run = prefetched if self.prefetch else stack
-        segments = with_consts(self.segments, consts)
-        start, stop, layer, outside, unroll = segments[part]
-        rows = jax.tree.map(lambda x: x[start:stop], (stacked.weights, stacked.xs))
-        stacked = stacked._replace(weights=rows[0], xs=rows[1])
-        moves = layer.moves._replace(carry=None)
-        sums = jax.tree.map(jnp.zeros_like, select(stacked._replace(carry=None), moves))
-        sums = sums._replace(carry=carry_ct)
-        segment = 0, stop - start, layer, outside, unroll
+        segment = with_consts(self.segments, consts)[part]
+        own = slice(segment.start, segment.stop)
+        weights, xs = jax.tree.map(lambda x: x[own], (stacked.weights, stacked.xs))
+        stacked = stacked._replace(weights=weights, xs=xs)
+        sums = segment.layer.no_gradients(stacked, carry_ct)
+        segment = dataclasses.replace(segment, start=0, stop=segment.length)
         needed = needed[part], NO_YS
         grads, _ = run.segment_backward(segment, stacked, needed, sums, [])
         return grads
@@ -164,7 +162,8 @@ def leave_open(
     number = parts_of(policy.remat, stages.longest)
     ends = [round(i * stages.longest / number) for i in range(number + 1)]
     parts = list(itertools.pairwise(ends))
-    segments, consts = stack.segments_of(traced, places, policy, parts, prefetch)
+    segments = stack.segments_of(traced, places, policy, parts, prefetch)
+    consts = [segment.consts for segment in segments]
     operands, structure = jax.tree.flatten((stacked, consts))
     sizes = stages.longest, stages.per_device
     call = Call(segments, *sizes, prefetch, after, structure)
@@ -201,7 +200,8 @@ def _changes(traced: Traced, xs: Sequence[jax.Array], stages: Stages) -> list[An
     jaxpr = jaxprs.consts_as_inputs(layer, leaves, layer.consts)
     needed = jaxprs.needed_for(jaxpr, wanted, effects=False)
     is_state = [x.shape[0] == stages.layers for x in xs]  # else shards of inner units
-    allowed = jax.tree.leaves(jax.tree.broadcast(Inputs(0, is_state, 0, 0), inputs))
+    of_state = jax.tree.broadcast((False, is_state, False, False), tuple(inputs))
+    allowed = jax.tree.leaves(of_state)
     if any(used and not ok for used, ok in zip(needed[1], allowed, strict=False)):
         raise UserError(
             f"mesh: pipe: a layer of {stages.name!r} changes its state by what it "
@@ -219,7 +219,7 @@ def _changes(traced: Traced, xs: Sequence[jax.Array], stages: Stages) -> list[An
     return jax.tree.unflatten(jax.tree.structure(changes), ys)
 
 
-class Split(NamedTuple):
+class SplitProgram(NamedTuple):
     """A step's program, before and after the layers of its Stack.
 
     Attributes:
@@ -229,7 +229,7 @@ class Split(NamedTuple):
       types: of the operands.
       operands: the index of the input that each operand is, or None.
       of_layers: which results depend on the layers.
-      moves: which operands depend on the first inputs, the parameters.
+      of_parameters: which operands depend on the first inputs, the parameters.
     """
 
     call: Call
@@ -238,10 +238,10 @@ class Split(NamedTuple):
     types: list[Any]
     operands: list[int | None]
     of_layers: list[bool]
-    moves: list[bool]
+    of_parameters: list[bool]
 
 
-def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
+def split_program(traced: core.ClosedJaxpr, parameters: int) -> SplitProgram:
     """Splits a traced program at the one call of its Stack.
 
     Raises:
@@ -281,7 +281,7 @@ def split_program(traced: core.ClosedJaxpr, parameters: int) -> Split:
     bits = [int(i < parameters) for i in range(number)]
     of_operands = jaxpr.replace(eqns=jaxpr.eqns[:index], outvars=eqn.invars)
     place = {var: i for i, var in enumerate(jaxpr.invars)}
-    return Split(
+    return SplitProgram(
         eqn.params["call"],
         before,
         after,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.sharding.layout.microbatches import first_of
-from jshard.sharding.pipeline.call import Split
+from jshard.sharding.pipeline.call import SplitProgram
 from jshard.sharding.pipeline.schedule import (
     FORWARD,
     NONE,
@@ -31,7 +31,7 @@ from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
 from jshard.sharding.units.layers import layer_of, put_layer
-from jshard.sharding.units.linearize import Inputs, differentiable, merge, select
+from jshard.sharding.units.linearize import Inputs, floats_of, merge
 from jshard.system.compat.jaxprs import without_dead_code
 
 
@@ -79,7 +79,7 @@ class Stage:
 
     def __init__(
         self,
-        split: Split,
+        split: SplitProgram,
         shapes: Any,
         params: Sequence[jax.Array],
         frozen: Sequence[jax.Array],
@@ -94,7 +94,8 @@ class Stage:
         self.others = [i for i in numbers if i not in first]
         # Those of what the layers share that parameters outside of the Stack lead to.
         args = jax.tree.leaves(self.numbers.args)
-        self.args = [i for i in args if split.moves[i] and is_float(split.types[i])]
+        types, trained = split.types, split.of_parameters
+        self.args = [i for i in args if trained[i] and is_float(types[i])]
         self.outside = [i for i in range(len(params)) if i not in split.operands]
 
         def of(wanted: Sequence[int]) -> Callable[..., list[jax.Array]]:
@@ -179,8 +180,8 @@ class Stage:
         held = Held(
             zeros(carry, plan.waiting),
             zeros(carry),
-            zeros(differentiable(carry, carry), plan.waiting),
-            zeros(differentiable(carry, carry)),
+            zeros(floats_of(carry, carry), plan.waiting),
+            zeros(floats_of(carry, carry)),
             zeros([self.split.types[i] for i in self.args]),
             {i: x for i, x in enumerate(sums) if i not in self.outside},
             [sums[i] for i in self.outside],
@@ -238,8 +239,8 @@ class Stage:
         stacked, consts = self._operands(inputs, held.output, now.chunk)
         needed = _take(residuals, now.keeps)
         found = self.call.backward(segment, stacked, consts, needed, held.carry_ct)
-        grads, (start, *_) = dict(held.grads), self.call.segments[segment]
-        start += now.chunk * self.call.rows
+        grads = dict(held.grads)
+        start = self.call.segments[segment].start + now.chunk * self.call.rows
         for number, grad in zip(
             jax.tree.leaves(self.numbers[:2]),
             jax.tree.leaves(found[:2], is_leaf=lambda x: x is None),
@@ -255,8 +256,8 @@ class Stage:
         held = held._replace(grads=grads, carry_ct=found.carry, args_ct=args_ct)
         if segment:
             return held
-        moves = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
-        to_first = lambda *x: itertools.compress(self.to_first(*x), moves)
+        floats = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
+        to_first = lambda *x: itertools.compress(self.to_first(*x), floats)
         carry_ct = jax.tree.leaves(held.carry_ct)
         with jax.named_scope(FIRST_STAGE):
             outside = lax.cond(
@@ -275,11 +276,10 @@ class Stage:
         Returns the gradient of their output, and sums: of gradients of parameters
         outside of the Stack, and of Means.
         """
-        moves = jax.tree.map(is_float, self.call.carry)
-        fixed = select(held.output, jax.tree.map(lambda x: not x, moves))
+        floats = floats_of(held.output, self.call.carry)
 
-        def run(outside, moving):
-            carry = jax.tree.leaves(merge(moving, fixed))
+        def run(outside, floats):
+            carry = jax.tree.leaves(merge(floats, held.output))
             found = self.to_loss(*self._leaves(inputs, outside), *carry)
             found = list(map(jnp.asarray, found))  # some may be numbers
             loss, metrics = jax.tree.unflatten(jax.tree.structure(self.shapes), found)
@@ -287,8 +287,7 @@ class Stage:
             return [mean.total for mean in means], (means, metrics)
 
         outside = [self.params[i] for i in self.outside]
-        moving = select(held.output, moves)
-        _, pullback, means = jax.vjp(run, outside, moving, has_aux=True)
+        _, pullback, means = jax.vjp(run, outside, floats, has_aux=True)
         grads, carry_ct = pullback(self.seeds)
         add = lambda s, x: s + x.astype(s.dtype)
         means = combined(add, Max.larger, held.means, means)

@@ -1,6 +1,6 @@
 """Once a step: parameters to the stages that need them, and gradients back.
 
-At rest every parameter is sharded over "pipe", too, like on any mesh of as many
+In a state every parameter is sharded over "pipe", too, as on any mesh of as many
 devices, so that optimizers, averages and checkpoints know nothing of stages. An
 all-to-all takes the shards of a Stack's layers to their stages. What is outside of the
 Stack is gathered over "pipe": then each stage has it, sharded over the other axes.
@@ -32,9 +32,11 @@ def to_stages(
     batch = jax.tree.map(_gather_examples, batch)
     places = {}
     for path, place in layout.places.items():
-        over = place.over and tuple(axis for axis in place.over if axis != PIPE)
-        parts = {"over": over, "parts": stages.devices, "sum_at": "step"}
-        places[path] = dataclasses.replace(place, **parts)
+        over = place.sharding.over
+        over = over and tuple(axis for axis in over if axis != PIPE)
+        sharding = dataclasses.replace(place.sharding, over=over, parts=stages.devices)
+        gradient = dataclasses.replace(place.gradient, sum_at="step")
+        places[path] = dataclasses.replace(place, sharding=sharding, gradient=gradient)
     layout = dataclasses.replace(layout, places=places, stages=stages)
     return ModelArrays(params, frozen, arrays.model_state), batch, layout
 
@@ -43,18 +45,18 @@ def to_stages(
 def from_stages(
     grads: nnx.State, shards: nnx.State, layout: Layout, stages: Stages
 ) -> nnx.State:
-    """Returns gradients sharded as their parameters at rest, in ``layout``."""
+    """Returns gradients sharded like the parameters of a state of ``layout``."""
     move = functools.partial(_to_stages, layout, stages)
     (grads,) = jax.linear_transpose(move, shards)(grads)
     return grads
 
 
 def _to_stages(layout: Layout, stages: Stages, arrays: nnx.State) -> nnx.State:
-    """Moves shards to their stages. What is not sharded is everywhere already."""
+    """Sends shards to their stages. What is not sharded is on all devices already."""
     rows = stages.rows()
 
     def move(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        shard, dim = variable.get_value(), layout.places[path].dim
+        shard, dim = variable.get_value(), layout.places[path].sharding.dim
         if not stages.has(path):
             return variable.copy(shard if dim is None else _gather(shard, dim))
         if dim is None:

@@ -1,6 +1,5 @@
 """What a pipeline needs of a policy and a model."""
 
-import warnings
 from typing import Any
 
 from jshard.sharding.pipeline.schedule import bubble, check_micro_batches
@@ -9,7 +8,7 @@ from jshard.sharding.settings.mesh import stages_of
 from jshard.sharding.settings.policy import Offload, Policy
 from jshard.sharding.settings.precision import is_quantized
 from jshard.sharding.settings.state import ModelArrays
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 BUSY = 2 / 3  # a pipeline whose stages are busy for less of a step is a warning
 
@@ -64,8 +63,7 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
     idle = bubble(number, policy.accumulate, policy.stages_per_device)
     if 1 - idle < BUSY:
         least = -(-2 * (number - 1) // policy.stages_per_device)
-        warnings.warn(
+        warn(
             f"mesh: pipe={number}: with policy.accumulate={policy.accumulate} a device "
-            f"is idle for {idle:.0%} of a step (the bubble); with {least}, for 33%",
-            stacklevel=6,  # the caller of FSDP.init
+            f"is idle for {idle:.0%} of a step (the bubble); with {least}, for 33%"
         )

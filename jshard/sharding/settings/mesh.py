@@ -9,7 +9,6 @@ and "expert" (experts) is not gathered over these: each device computes with its
 import contextlib
 import contextvars
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jshard.sharding.settings.callers_mesh import of_auto_axes
 from jshard.sharding.settings.in_stages import stages_here
 from jshard.sharding.settings.scopes import within
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 REPLICA = "replica"
 FSDP = "fsdp"
@@ -135,11 +134,10 @@ def _warn_of_tensor_across_hosts(grid: Any, of_host: Mapping[Any, Any]) -> None:
     groups = grid.reshape(-1, grid.shape[-1])
     most = max(len({of_host[device] for device in group}) for group in groups)
     if most > 1:
-        warnings.warn(
+        warn(
             f"mesh: tensor={grid.shape[-1]} spans {most} hosts, so the activations of "
             "every layer cross the network, about four times a layer and pass; choose "
-            "at most the devices of a host (the start-up note says how many bytes)",
-            stacklevel=3,
+            "at most the devices of a host (the start-up note says how many bytes)"
         )
 
 
@@ -238,9 +236,7 @@ def shards_of(mesh: Mesh | AbstractMesh, *, split: bool = False) -> int:
     If it is ``split`` over "tensor" and "expert", these are shards of a device's part.
     """
     skipped = (REPLICA, TENSOR, EXPERT) if split else (REPLICA,)
-    return math.prod(
-        mesh.shape[axis] for axis in mesh_axes(mesh) if axis not in skipped
-    )
+    return math.prod(mesh.shape[a] for a in mesh_axes(mesh) if a not in skipped)
 
 
 def example_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 import fnmatch
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from jshard.sharding.settings.state import TrainState
 from jshard.sharding.units.modules import Stack, is_unit, own_paths
 from jshard.sharding.update.stacks.layers_apart import check_layers
 from jshard.system.compat.absent_gpus import cudnn_version
-from jshard.system.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of, warn
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
@@ -263,39 +262,38 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
         return part, ", ".join(names)
 
     own = own_paths(model)
-    in_root = [path for path in sizes if path in own and places[path].dim is not None]
+    in_root = [
+        path for path in sizes if path in own and places[path].sharding.dim is not None
+    ]
     part, largest = share(in_root)
     if part > 1 / 4 and shards > 1:
-        warnings.warn(
+        warn(
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
             "gathered at the start of a step and kept: wrap the modules of "
-            f"{largest} in jshard.Unit, or name their types in units=",
-            stacklevel=5,
+            f"{largest} in jshard.Unit, or name their types in units="
         )
-    replicated = [path for path in sizes if places[path].dim is None]
+    replicated = [path for path in sizes if places[path].sharding.dim is None]
     part, largest = share(replicated)
     many = sum(sizes[path] for path in replicated) > _MUCH
     if part > 1 / 20 and many and shards > 1:
-        warnings.warn(
+        warn(
             f"{part:.0%} of the parameters are whole on every device, above all "
             f"{largest}: they have fewer than policy.min_shard_elements="
             f"{policy.min_shard_elements} elements (lower it), or further mesh "
-            "axes split all their dimensions",
-            stacklevel=5,
+            "axes split all their dimensions"
         )
 
     def keeps_its_own(path: tuple, variable: nnx.Variable) -> bool:
         asked = policy.precision_at(path).compute
         real = jnp.issubdtype(variable.get_value().dtype, jnp.floating)
-        return asked is not None and real and places[path].compute != asked
+        return asked is not None and real and places[path].weight.compute != asked
 
     part, largest = share([x[0] for x in state.flat_params() if keeps_its_own(*x)])
     if part > 1 / 2:
-        warnings.warn(
+        warn(
             f"{part:.0%} of the parameters are in modules whose own dtype is wider "
             "than precision.compute, and is kept: leave out the dtype of the modules "
-            f"of {largest}, or give them a precision in policy.overrides",
-            stacklevel=5,
+            f"of {largest}, or give them a precision in policy.overrides"
         )
 
 

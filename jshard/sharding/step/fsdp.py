@@ -27,9 +27,10 @@ from jshard.sharding.settings.loss import Means
 from jshard.sharding.settings.mesh import check_mesh, platform, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import ModelArrays, Step, TrainState, check_kept
-from jshard.sharding.step import checks, given, step
+from jshard.sharding.step import checks, given
 from jshard.sharding.step.program import new_state
 from jshard.sharding.step.program.together import Together
+from jshard.sharding.step.step import Steps
 from jshard.sharding.units.model import of_one_device
 from jshard.sharding.update import nnx_optimizer
 from jshard.sharding.update.end_of_step import first_fields
@@ -79,7 +80,9 @@ class FSDP:
         checks.check_precisions(self.policy, mesh)
         self.units = given.check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        self._build = functools.partial(step.build, self.units, self.tensor_splits)
+        self._steps = Steps(
+            mesh, self.policy, self.units, self.tensor_splits, self.sequences
+        )
         float8 = self.policy.multiplies_in_float8()
         options = platform(mesh), mesh.size, compiler_options
         self.compiler_options = xla_options.compiler_options(*options, float8=float8)
@@ -98,7 +101,7 @@ class FSDP:
         """Creates a state directly as shards.
 
         Full parameters never exist on a device or on the host, and values do not depend
-        on the mesh. Host arrays (``Policy.offload``) are made on devices, in turns.
+        on the mesh. Host arrays (``Policy.offload``) are made on devices, some at once.
 
         Args:
           make_model: makes the model from random streams.
@@ -206,7 +209,9 @@ class FSDP:
             loss is not made of Means, the state was made with other ones or donated.
         """
         given.check_optimizer(optimizer)
-        return self._jit(step.train_step, loss_fn, seed, optimizer, donate_argnums=0)
+        seed = int(given.checked_seed(seed))
+        run = functools.partial(self._steps.train, loss_fn, seed, optimizer)
+        return self._jit("train_step", run, donate_argnums=0)
 
     def eval_step(
         self, loss_fn: Callable[..., Any], seed: int = 0, *, examples: int | None = None
@@ -217,7 +222,9 @@ class FSDP:
         Of a batch of one example for each device, the first ``examples`` count, and the
         others fill it up (docs/concepts/losses.md). The rest is as for ``train_step``.
         """
-        return self._jit(step.eval_step, loss_fn, seed, examples)
+        seed = int(given.checked_seed(seed))
+        run = functools.partial(self._steps.evaluate, loss_fn, seed, examples)
+        return self._jit("eval_step", run)
 
     def predict_step(
         self, fn: Callable[..., Any], *, donate_batch: bool = False
@@ -230,14 +237,12 @@ class FSDP:
             whole: on a mesh with a "context" axis, examples are split over it, too.
           donate_batch: whether outputs take the memory of the batch.
         """
-        donated = (1,) * donate_batch
-        return self._jit(step.predict_step, fn, 0, donate_argnums=donated)
+        run = functools.partial(self._steps.predict, fn, 0)
+        return self._jit("predict_step", run, donate_argnums=(1,) * donate_batch)
 
-    def _jit(self, fn: Any, own: Any, seed: int, *args: Any, **options: Any) -> Step:
-        """Jits a function of ``jshard.sharding.step.step``, for a state and a batch."""
-        args = self._layout, self._build, own, int(given.checked_seed(seed)), *args
-        run: Any = functools.partial(fn, *args)
-        run.__name__ = fn.__name__  # that of the program
+    def _jit(self, name: str, run: Any, **options: Any) -> Step:
+        """Jits ``run(state, batch)``, a program of this name."""
+        run.__name__ = name
         options["compiler_options"] = self.compiler_options or None
         jitted = Together(jax.jit(self._in_order(run), **options), self.mesh)
         return Step(jitted, self.mesh, check_fields, pace if self._on_cpus else None)
@@ -248,13 +253,6 @@ class FSDP:
     @property
     def _on_cpus(self) -> bool:
         return self.mesh.size > 1 and platform(self.mesh) == "cpu"
-
-    def _layout(self, state: TrainState) -> Layout:
-        """Returns a state's layout; raises UserError if it is not like its model."""
-        checks.check_fields(state)
-        layout = Layout.of(state, self.policy, self.mesh, self.tensor_splits)
-        layout.check_memory(state)
-        return dataclasses.replace(layout, sequences=self.sequences)
 
     # Data in and out.
 

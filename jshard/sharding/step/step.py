@@ -5,6 +5,7 @@ says so. The backward starts from weight / global count, so that no sum over tok
 grows large, and each gradient ends with the layout of its parameter.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jshard.sharding.collectives.counted import counts_here, only_first
@@ -24,6 +26,7 @@ from jshard.sharding.layout.batch import batch_specs, check_batch
 from jshard.sharding.layout.memory_kinds import typed_as_device
 from jshard.sharding.layout.microbatches import first_of, split
 from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.splits import Split
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.values.random_streams import (
     fold_streams,
@@ -33,7 +36,6 @@ from jshard.sharding.layout.values.random_streams import (
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.pipeline.call import leave_open
 from jshard.sharding.pipeline.moves import from_stages, to_stages
-from jshard.sharding.pipeline.pipelined_step import pipelined
 from jshard.sharding.pipeline.stages import divide
 from jshard.sharding.settings.count import add_up
 from jshard.sharding.settings.in_stages import in_stages
@@ -45,9 +47,12 @@ from jshard.sharding.settings.mesh import (
     split_sequences,
     stages_of,
 )
+from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.state import ModelArrays, TrainState
-from jshard.sharding.step.accumulate import accumulate
+from jshard.sharding.step.accumulate import micro_batches
+from jshard.sharding.step.checks import check_fields
+from jshard.sharding.step.pipelined_step import pipelined
 from jshard.sharding.step.program.draws import with_rngs
 from jshard.sharding.step.program.refusals import check_apart, check_means
 from jshard.sharding.step.program.told import (
@@ -55,9 +60,15 @@ from jshard.sharding.step.program.told import (
     tell_of_reads,
     written,
 )
-from jshard.sharding.step.program.traced import differing, once_checked, tracing
+from jshard.sharding.step.program.traced import (
+    Forward,
+    differing,
+    once_checked,
+    tracing,
+)
 from jshard.sharding.units.calls import own_containers
 from jshard.sharding.units.model import (
+    decide_for_training,
     gather_root,
     make_parallel,
     make_sharded,
@@ -66,150 +77,140 @@ from jshard.sharding.units.model import (
 )
 from jshard.sharding.update.end_of_step import check_state, next_state
 from jshard.system.compat.jaxprs import replay
-from jshard.system.errors import UserError
 
-# build(graphdef, layout, params, frozen, model_state, training=...) -> a model
-Build = Callable[..., nnx.Module]
-LayoutOf = Callable[[TrainState], Layout]
+LossFn = Callable[[Any, Any], Any]
 
 
-def build(
-    units: tuple[type, ...],
-    tensor_splits: Mapping[tuple[str, ...], Any],
-    graphdef: nnx.GraphDef,
-    layout: Layout,
-    *arrays: nnx.State,
-    training: bool,
-) -> nnx.Module:
-    """Returns the model on one device, whose units gather their shards.
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of an ``FSDP``, as functions of a state and a batch: global arrays.
 
-    Types in ``units`` become Units, and modules in ``tensor_splits`` are called within
-    ``tensor_parallel``. In training the policy may make the root a unit, too
-    (``reshard_root``); otherwise it is gathered here. Modules train as they were given.
+    Attributes:
+      mesh: the Mesh or AbstractMesh.
+      policy: what is gathered, kept and reduced.
+      units: types that become Units.
+      splits: what is split of modules that do not say so, by path.
+      sequences: the names of a batch's sequences, as of ``FSDP``.
     """
-    model = nnx.merge(graphdef, *arrays, copy=True)
-    own_containers(model)
-    if training:
-        decide_for_training(model)
-    else:
-        model.eval()
-    make_parallel(model, tensor_splits)
-    make_units(model, units)
-    stages = layout.stages
-    of_stages = None if stages is None else functools.partial(leave_open, stages=stages)
-    make_sharded(model, layout.policy, layout.places, of_stages)
-    if not training or layout.policy.reshard_root is False:
-        gather_root(model)
-    return model
 
+    mesh: Any
+    policy: Policy
+    units: tuple[type, ...]
+    splits: Mapping[tuple[str, ...], Split]
+    sequences: tuple[str, ...] | None
 
-def decide_for_training(model: nnx.Module) -> None:
-    """Sets the modes that nobody set, like those of ``nnx.MultiHeadAttention``.
+    def layout(self, state: TrainState) -> Layout:
+        """Returns a state's layout; raises UserError if it is not like its model."""
+        check_fields(state)
+        layout = Layout.of(state, self.policy, self.mesh, self.splits)
+        layout.check_memory(state)
+        return dataclasses.replace(layout, sequences=self.sequences)
 
-    Others stay: frozen statistics, or a backbone after ``.eval()``.
-    """
-    for _, module in nnx.iter_modules(model):
-        for mode in ("deterministic", "use_running_average"):
-            if getattr(module, mode, False) is None:
-                setattr(module, mode, False)
+    def model(
+        self, graphdef: nnx.GraphDef, layout: Layout, *arrays: nnx.State, training: bool
+    ) -> nnx.Module:
+        """Returns the model on one device, whose units gather their shards.
 
+        In training the policy may make the root a unit, too (``reshard_root``);
+        otherwise it is gathered here. Modules train as they were given.
+        """
+        model = nnx.merge(graphdef, *arrays, copy=True)
+        own_containers(model)
+        if training:
+            decide_for_training(model)
+        else:
+            model.eval()
+        make_parallel(model, self.splits)
+        make_units(model, self.units)
+        stages = layout.stages
+        run_layers = stages and functools.partial(leave_open, stages=stages)
+        make_sharded(model, layout.policy, layout.places, run_layers)
+        if not training or layout.policy.reshard_root is False:
+            gather_root(model)
+        return model
 
-# What is jitted: global arrays.
+    def train(
+        self,
+        loss_fn: LossFn,
+        seed: int,
+        optimizer: optax.GradientTransformation,
+        state: TrainState,
+        batch: Any,
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Returns the next state, and the step's metrics."""
+        layout, policy, mesh = self.layout(state), self.policy, self.mesh
+        check_batch(batch, mesh, accumulate=policy.accumulate)
+        check_state(state, policy, optimizer)
+        specs = batch_specs(batch, mesh, self.sequences)
+        loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
+        model_of = functools.partial(self.model, state.graphdef, training=True)
+        of_root = root_as_unit(loss_fn, policy.reshard_root)
+        local = functools.partial(gradients, model_of, of_root, layout)
+        same = PartitionSpec()
+        out_specs = layout.local_specs.params, same, same
+        run = _on_devices(local, layout, (specs, same), out_specs)
+        scale = state.loss_scale and state.loss_scale.scale
+        with split_sequences(), in_stages(stages_of(mesh)):
+            grads, metrics, after = run(_arrays(state), batch, scale)
+        new, more = next_state(layout, optimizer, state, grads, after, metrics["loss"])
+        return layout.constrain(new), metrics | more
 
+    def evaluate(
+        self,
+        loss_fn: LossFn,
+        seed: int,
+        examples: int | None,
+        state: TrainState,
+        batch: Any,
+    ) -> Means:
+        """Returns the Means of ``loss_fn`` over all, or the first, ``examples``."""
+        layout = self.layout(state)
+        check_batch(batch, self.mesh, counted=examples)
+        specs = batch_specs(batch, self.mesh, self.sequences)
+        loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
+        terms = lambda *inputs: (*terms_of(loss_fn(*inputs)), None)
 
-def train_step(
-    layout_of: LayoutOf,
-    build: Build,
-    loss_fn: Callable,
-    seed: int,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    batch: Any,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns the next state, and the step's metrics."""
-    layout = layout_of(state)
-    policy, mesh = layout.policy, layout.mesh
-    check_batch(batch, mesh, accumulate=policy.accumulate)
-    check_state(state, policy, optimizer)
-    specs = batch_specs(batch, mesh, layout.sequences)
-    loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
-    model_of = functools.partial(build, state.graphdef, training=True)
-    of_root = root_as_unit(loss_fn, policy.reshard_root)
-    local = functools.partial(train, model_of, of_root, layout)
-    same = PartitionSpec()
-    out_specs = layout.local_specs.params, same, same
-    run = _on_devices(local, layout, (specs, same), out_specs)
-    scale = state.loss_scale and state.loss_scale.scale
-    with split_sequences(), in_stages(stages_of(mesh)):
-        grads, metrics, model_state = run(_arrays(state), batch, scale)
-    loss = metrics["loss"]
-    new, more = next_state(layout, optimizer, state, grads, model_state, loss)
-    return layout.constrain(new), metrics | more
+        def local(arrays: ModelArrays, batch: Any) -> Means:
+            traced, shapes = self._traced(terms, state, layout, arrays, batch)
+            check_means(traced.jaxpr, shapes)
+            forward = once_checked(traced, shapes, layout, arrays, (batch,))
+            _, (means, _) = forward(*arrays, batch)
+            if examples is not None:
+                check_apart(traced.jaxpr, batch)
+            return over_devices(means.where(counts_here()))
 
+        with split_sequences(), only_first(examples):
+            mapped = _on_devices(local, layout, (specs,), PartitionSpec())
+            return mapped(_arrays(state), batch)
 
-def eval_step(
-    layout_of: LayoutOf,
-    build: Build,
-    loss_fn: Callable,
-    seed: int,
-    examples: int | None,
-    state: TrainState,
-    batch: Any,
-) -> Means:
-    """Returns the Means of ``loss_fn`` over all, or the first, examples of the mesh."""
-    layout = layout_of(state)
-    check_batch(batch, layout.mesh, counted=examples)
-    specs = batch_specs(batch, layout.mesh, layout.sequences)
-    loss_fn, batch, specs = with_rngs(loss_fn, batch, specs, seed, state.step)
-    model_of = functools.partial(build, state.graphdef, layout, training=False)
+    def predict(self, fn: LossFn, seed: int, state: TrainState, batch: Any) -> Any:
+        """Returns ``fn(model, batch)`` of the global batch."""
+        layout = self.layout(state).whole()
+        check_batch(batch, self.mesh, whole=True)
+        specs = batch_specs(batch, self.mesh, whole=True)
+        fn, batch, specs = with_rngs(fn, batch, specs, seed, state.step)
 
-    def run(params, frozen, model_state, batch):
-        model = model_of(params, frozen, fold_streams(model_state, 0))
-        return *terms_of(loss_fn(model, batch)), None
+        def local(arrays: ModelArrays, batch: Any) -> Any:
+            traced, shapes = self._traced(fn, state, layout, arrays, batch)
+            differing(traced.jaxpr, layout, arrays, (batch,))
+            return replay(traced, shapes)(*arrays, batch)
 
-    def local(arrays: ModelArrays, batch: Any) -> Means:
-        with tracing() as reads:
-            traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
-        tell_of_reads(reads, traced)
-        check_means(traced.jaxpr, shapes)
-        forward, _ = once_checked(traced, shapes, layout, arrays, (batch,))
-        _, (means, _) = forward(*arrays, batch)
-        if examples is not None:
-            check_apart(traced.jaxpr, batch)
-        return over_devices(means.where(counts_here()))
-
-    with split_sequences(), only_first(examples):
-        mapped = _on_devices(local, layout, (specs,), PartitionSpec())
+        mapped = _on_devices(local, layout, (specs,), examples_spec(self.mesh))
         return mapped(_arrays(state), batch)
 
+    def _traced(
+        self, fn: LossFn, state: TrainState, layout: Layout, arrays: Any, batch: Any
+    ) -> tuple[core.ClosedJaxpr, Any]:
+        """Traces ``fn(model, batch)`` on one device, in eval mode."""
 
-def predict_step(
-    layout_of: LayoutOf,
-    build: Build,
-    fn: Callable,
-    seed: int,
-    state: TrainState,
-    batch: Any,
-) -> Any:
-    """Returns ``fn(model, batch)`` of the global batch."""
-    layout = layout_of(state).whole()
-    check_batch(batch, layout.mesh, whole=True)
-    specs = batch_specs(batch, layout.mesh, whole=True)
-    fn, batch, specs = with_rngs(fn, batch, specs, seed, state.step)
-    model_of = functools.partial(build, state.graphdef, layout, training=False)
+        def run(params, frozen, model_state, batch):
+            own = params, frozen, fold_streams(model_state, 0)
+            return fn(self.model(state.graphdef, layout, *own, training=False), batch)
 
-    def run(params, frozen, model_state, batch):
-        return fn(model_of(params, frozen, fold_streams(model_state, 0)), batch)
-
-    def local(arrays: ModelArrays, batch: Any) -> Any:
         with tracing() as reads:
             traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, batch)
         tell_of_reads(reads, traced)
-        differing(traced.jaxpr, layout, arrays, (batch,))
-        return replay(traced, shapes)(*arrays, batch)
-
-    mapped = _on_devices(local, layout, (specs,), examples_spec(layout.mesh))
-    return mapped(_arrays(state), batch)
+        return traced, shapes
 
 
 def _arrays(state: TrainState) -> ModelArrays:
@@ -233,9 +234,9 @@ def _on_devices(
 # One device, inside shard_map.
 
 
-def train(
+def gradients(
     model_of: Callable[..., nnx.Module],
-    loss_fn: Callable[[Any, Any], Any],
+    loss_fn: LossFn,
     layout: Layout,
     arrays: ModelArrays,
     batch: Any,
@@ -251,8 +252,7 @@ def train(
       batch: this device's examples, (examples, ...) each.
       scale: scales the loss in the backward; None is 1.
     """
-    policy, shards = layout.policy, arrays.params
-    at_rest = layout
+    policy, of_state, shards = layout.policy, layout, arrays.params
     if stages_of(layout.mesh) > 1:
         stages = divide(arrays, layout.mesh, policy)
         arrays, batch, layout = to_stages(arrays, batch, layout, stages)
@@ -277,40 +277,22 @@ def train(
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays, *inputs)
     traced, shapes = say_what_is_written(traced, shapes, layout, arrays)
     tell_of_reads(reads, traced)
-    forward, needs = once_checked(traced, shapes, layout, arrays, inputs)
+    forward = once_checked(traced, shapes, layout, arrays, inputs)
     if policy.accumulate > 1:
         check_means(traced.jaxpr, shapes)
+
+    places = of_state.places_of(shards)
     if micro is None:
-        rest = (*arrays[1:], batch)
-        _, pullback, (means, after) = jax.vjp(
-            lambda params: forward(params, *rest), arrays.params, has_aux=True
-        )
-        axes = manual_axes()
-        terms = zip(means.loss.terms, needs.params, strict=True)
-        totals = [lax.psum(m.total, axes) if yes else None for (_, m), yes in terms]
-        counts = [add_up(mean.count, axes) for _, mean in means.loss.terms]
-        (grads,) = pullback(seeds(means.loss, counts, totals, scale))
-        after = merge_state(arrays.model_state, after)
+        found = _whole_batch(forward, arrays, batch, scale)
     else:
-        counts = None  # are added up beside the totals
-        dtypes = jax.tree.map(_sum_dtype, shards, at_rest.places_of(shards))
-        rest = arrays, micro, dtypes, scale
-        if layout.stages:
-            if any(needs.params):
-                raise UserError(
-                    "mesh: pipe: a count of the loss depends on what is trained, and "
-                    "must be known before the layers run; leave pipe out of the mesh, "
-                    "or return jshard.Mean(a / b, 1) of a, b = jshard.pmean((total, "
-                    "count)), with accumulate=1"
-                )
-            grads, loss, metrics, after = pipelined(traced, shapes, *rest)
-            means = Means(loss, metrics)
-        else:
-            grads, means, after, counts = accumulate(forward, needs, shapes, *rest)
+        run_all = pipelined if layout.stages else micro_batches
+        dtypes = jax.tree.map(_sum_dtype, shards, places)
+        found = run_all(forward, arrays, micro, dtypes, scale)
+    grads, means, counts, after = found
+
     grads = _map_gathered_once(scatter, grads, sharded)
     if layout.stages:
-        grads = from_stages(grads, shards, at_rest, layout.stages)
-    places = at_rest.places_of(shards)
+        grads = from_stages(grads, shards, of_state, layout.stages)
     grads = jax.tree.map(_sum_at_end, grads, places, shards)
     if scale is not None:
         # In float16 the scale may overflow, and the quotient underflow.
@@ -318,6 +300,24 @@ def train(
     means = over_devices(means, counts)
     metrics = {"loss": means.loss, **means.metrics}
     return grads, {name: mean.compute() for name, mean in metrics.items()}, after
+
+
+def _whole_batch(
+    forward: Forward, arrays: ModelArrays, batch: Any, scale: jax.Array | None
+) -> tuple[nnx.State, Means, list[Any], nnx.State]:
+    """Runs a device's examples at once.
+
+    Returns gradients, Means, the global counts of the loss, and the next state.
+    """
+    rest, axes = (*arrays[1:], batch), manual_axes()
+    _, pullback, (means, after) = jax.vjp(
+        lambda params: forward(params, *rest), arrays.params, has_aux=True
+    )
+    terms = zip(means.loss.terms, forward.needs.params, strict=True)
+    totals = [lax.psum(m.total, axes) if yes else None for (_, m), yes in terms]
+    counts = [add_up(mean.count, axes) for _, mean in means.loss.terms]
+    (grads,) = pullback(seeds(means.loss, counts, totals, scale))
+    return grads, means, counts, merge_state(arrays.model_state, after)
 
 
 def _map_gathered_once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.State:
@@ -333,12 +333,12 @@ def _map_gathered_once(fn: Callable, params: nnx.State, layout: Layout) -> nnx.S
 
 def _sum_dtype(shard: jax.Array, place: Placement) -> Any:
     """Returns the dtype in which a shard's gradients are added up."""
-    return jnp.promote_types(shard.dtype, place.sum or shard.dtype)
+    return jnp.promote_types(shard.dtype, place.gradient.sum or shard.dtype)
 
 
 def _sum_at_end(grad: jax.Array, place: Placement, shard: jax.Array) -> jax.Array:
     """Returns a shard's gradient, summed over devices unless its unit did that."""
-    if place.sum_at == "step":
+    if place.gradient.sum_at == "step":
         grad = all_reduce(grad, place)
     return grad.astype(shard.dtype)
 

@@ -1,5 +1,6 @@
 """One layer of a Stack's stacked arrays: its shards, its backward, its gradients."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -10,24 +11,56 @@ from jax import lax
 
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import UnitPolicy
-from jshard.sharding.units.linearize import Inputs, Layer
+from jshard.sharding.units.linearize import Gradients, Inputs, Layer
 from jshard.sharding.units.unit import barrier, drop
 
-# Layers start to stop - 1: a layer in their loop, one outside of it, and whether they
-# follow each other without a loop.
-Segment = tuple[int, int, Layer, Layer, bool]
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Neighbouring layers of a Stack with the same remat policy: they share a loop.
+
+    Attributes:
+      start: the first layer.
+      stop: the layer after the last one.
+      layer: a layer in the loop.
+      outside: a layer outside of it, of which prefetch has some.
+      unroll: whether the loop is unrolled.
+    """
+
+    start: int
+    stop: int
+    layer: Layer
+    outside: Layer
+    unroll: bool
+
+    @property
+    def length(self) -> int:
+        """The number of layers."""
+        return self.stop - self.start
+
+    @property
+    def straight(self) -> bool:
+        """Whether the layers follow each other without a loop."""
+        return self.unroll or self.length == 1
+
+    @property
+    def consts(self) -> tuple[list, list]:
+        """The constants of the layer in the loop, and of the one outside."""
+        return self.layer.consts, self.outside.consts
 
 
 def with_consts(
     segments: Sequence[Segment], consts: Sequence[tuple[list, list]]
 ) -> list[Segment]:
     """Returns segments whose layers have these constants, in their loop and outside."""
-    both: list[Segment] = []
-    for segment, (inside, others) in zip(segments, consts, strict=False):
-        start, stop, layer, outside, unroll = segment
-        layer, outside = layer.with_consts(inside), outside.with_consts(others)
-        both.append((start, stop, layer, outside, unroll))
-    return both
+    return [
+        dataclasses.replace(
+            segment,
+            layer=segment.layer.with_consts(inside),
+            outside=segment.outside.with_consts(outside),
+        )
+        for segment, (inside, outside) in zip(segments, consts, strict=False)
+    ]
 
 
 def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:
@@ -65,7 +98,7 @@ def shards_after(
     The barrier stands before the slices, so that XLA casts a shard while it slices it,
     and keeps no slice of the forward for the backward.
     """
-    if any(place.hosted for place in places):
+    if any(place.sharding.hosted for place in places):
         pairs = zip(layer_of(stacked.weights, index), places, strict=True)
         return barrier([place.fetched(shard) for shard, place in pairs], after)
     shards, after = barrier(stacked.weights, after)
@@ -98,8 +131,8 @@ def transpose(
     index: Any,
     weights: list[Any],
     needed: tuple[Any, Any],
-    sums: Inputs,
-) -> tuple[Inputs, list[Any]]:
+    sums: Gradients,
+) -> tuple[Gradients, list[Any]]:
     """Returns ``sums`` with a layer's gradients, and those of its full weights apart.
 
     ``needed`` are the layer's residuals, and the cotangents of its ys. ``sums`` are the
@@ -114,13 +147,13 @@ def transpose(
     return sums._replace(carry=grads.carry, args=args, xs=xs), grads.weights
 
 
-def before_carry(tree: Any, sums: Inputs) -> tuple[Any, Inputs]:
+def before_carry(tree: Any, sums: Gradients) -> tuple[Any, Gradients]:
     """Returns both; the backward of the layer below starts after ``tree``."""
     tree, carry_ct = barrier(tree, sums.carry)
     return tree, sums._replace(carry=carry_ct)
 
 
-def add_weights(sums: Inputs, grads: Sequence[Any], index: Any) -> Inputs:
+def add_weights(sums: Gradients, grads: Sequence[Any], index: Any) -> Gradients:
     """Adds a layer's gradients, one shard of each, to the sums."""
     return sums._replace(weights=put_layer(sums.weights, grads, index))
 

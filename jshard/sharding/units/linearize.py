@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
@@ -35,7 +36,7 @@ from jshard.system.errors import UserError
 
 
 class Inputs(NamedTuple):
-    """The inputs of a layer, or their gradients, as pytrees of arrays.
+    """The inputs of a layer, as pytrees of arrays.
 
     Also those of all layers of a Stack, with weights and xs of shape (L, ...).
     """
@@ -44,6 +45,15 @@ class Inputs(NamedTuple):
     xs: Any  # the layer's other arrays: state, and shards of units inside it
     carry: Any  # what one layer passes to the next; for a Unit, the call's arguments
     args: Any  # what all layers share
+
+
+class Gradients(NamedTuple):
+    """Gradients of ``Inputs``, or of a Stack's so far; None for what has none."""
+
+    weights: Any
+    xs: Any
+    carry: Any
+    args: Any
 
 
 # A layer's function as a program: its abstract inputs, whose args end with those for
@@ -113,11 +123,11 @@ class Layer:
 
     Attributes:
       outputs: a pytree of abstract arrays.
-      places: of its weights.
+      places: the placements of its weights.
       reshard: ``reshard_after_forward``.
-      moves: which inputs have gradients.
+      differentiable: which inputs have gradients, True or False for each.
       consts: constants of user-defined derivative rules, which get no gradients.
-      reads: whether the backward needs each weight.
+      needed_in_backward: which weights the backward computes with.
     """
 
     def __init__(
@@ -140,19 +150,20 @@ class Layer:
             )
         fn = checkpoint(self.evaluate, policy.remat, prevent_cse=prevent_cse)
 
-        floats: Inputs = jax.tree.map(is_float, self._inputs)
-        self.moves = moves = floats._replace(weights=[p.trainable for p in places])
+        _, *others = jax.tree.map(is_float, self._inputs)
+        trained = [place.gradient.trainable for place in places]
+        self.differentiable = Gradients(trained, *others)
+        wanted = tuple(self.differentiable)
 
         def with_residuals(*inputs):
-            inputs = Inputs(*inputs)
-            fixed = select(inputs, jax.tree.map(lambda m: not m, moves))
+            fixed = select(inputs, jax.tree.map(lambda yes: not yes, wanted))
 
-            def of_moving(moving):
-                outputs = fn(merge(moving, fixed))
-                return differentiable(outputs, self.outputs), outputs
+            def of_wanted(primals):
+                outputs = fn(Inputs(*merge(primals, fixed)))
+                return floats_of(outputs, self.outputs), outputs
 
-            moving = select(inputs, moves)
-            _, pullback, outputs = jax.vjp(of_moving, moving, has_aux=True)
+            primals = select(inputs, wanted)
+            _, pullback, outputs = jax.vjp(of_wanted, primals, has_aux=True)
             return outputs, pullback
 
         run, shapes = jax.make_jaxpr(with_residuals, return_shape=True)(*self._inputs)
@@ -175,8 +186,8 @@ class Layer:
         and so are inputs other than the carry. All others are kept.
         """
         of_weights, of_args, of_rest = 1, 2, 4
-        bits = Inputs(of_weights, of_rest, of_rest, of_args)
-        needs = jax.tree.leaves(jax.tree.broadcast(bits, self._inputs))
+        bits = of_weights, of_rest, of_rest, of_args
+        needs = jax.tree.leaves(jax.tree.broadcast(bits, tuple(self._inputs)))
         # Arrays that are known now, such as tables, make nothing depend on args.
         traced = [isinstance(x, Tracer) for x in self._program.consts]
         needs[len(needs) - len(traced) :] = [of_args * is_one for is_one in traced]
@@ -199,7 +210,8 @@ class Layer:
         # The forward has printed and called back already.
         self._rebuild = jaxprs.needed_for(jaxpr, [False] * prefix + lost, effects=False)
         weights, structure = jax.tree.flatten(self._inputs.weights)
-        self.reads = jax.tree.unflatten(structure, self._rebuild[1][: len(weights)])
+        needed = self._rebuild[1][: len(weights)]
+        self.needed_in_backward = jax.tree.unflatten(structure, needed)
 
     def evaluate(self, inputs: Inputs) -> Any:
         """Returns the outputs without residuals."""
@@ -228,11 +240,14 @@ class Layer:
         kept = self._move(kept, jax.memory.Space.Host)
         return jax.tree.unflatten(structure, outputs), kept
 
-    def transpose(self, inputs: Inputs, kept: Sequence[Any], cotangents: Any) -> Inputs:
-        """Returns the gradients of the inputs, None for those without one.
+    def transpose(
+        self, inputs: Inputs, kept: Sequence[Any], cotangents: Any
+    ) -> Gradients:
+        """Returns the gradients of the inputs.
 
-        There is None for weights not in ``reads``, and the carry is ignored. ``kept``
-        is what ``forward`` returned, ``cotangents`` are from ``differentiable``.
+        There is None for weights that are not ``needed_in_backward``, and the carry is
+        ignored. ``kept`` is what ``forward`` returned, ``cotangents`` are from
+        ``floats_of``.
         """
         carry = [None] * len(jax.tree.leaves(self._inputs.carry))
         leaves = jax.tree.leaves(
@@ -242,7 +257,14 @@ class Layer:
         rebuilt = iter(jaxprs.run_used(*self._rebuild, [*leaves, *self.consts]))
         residuals = [next(rebuilt) if i is None else kept[i] for i in self._source]
         (grads,) = jax.tree.unflatten(self._pullback, residuals)(cotangents)
-        return grads
+        return Gradients(*grads)
+
+    def no_gradients(self, stacked: Inputs, carry_ct: Any) -> Gradients:
+        """Returns zeros for the inputs of all layers, but that of the carry."""
+        inputs, wanted = stacked._replace(carry=None), self.differentiable
+        primals = select(tuple(inputs), tuple(wanted._replace(carry=None)))
+        zeros = jax.tree.map(jnp.zeros_like, primals)
+        return Gradients(*zeros)._replace(carry=carry_ct)
 
     def _move(self, kept: Sequence[Any], space: Any) -> list[Any]:
         """Moves offloaded residuals to the memory ``space``."""
@@ -252,8 +274,8 @@ class Layer:
         ]
 
 
-def differentiable(tree: Any, outputs: Any) -> Any:
-    """Returns ``tree`` with None where the layer's output is not float."""
+def floats_of(tree: Any, outputs: Any) -> Any:
+    """Returns ``tree`` with None where the output of a layer is not float."""
     return select(tree, jax.tree.map(is_float, outputs))
 
 

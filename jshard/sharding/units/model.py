@@ -113,20 +113,33 @@ def make_sharded(
     for path, variable in variables(model):
         if path in placements:
             placement = placements[path]
-            if placement.float8:
+            if placement.weight.float8:
                 gather = functools.partial(all_gather, place=placement)
                 shape = jax.eval_shape(gather, variable.get_value()).shape
                 over, depth = multiplied.get(path), layer_dims(variable)
-                kind = placement.float8
-                parts = placement.whole and placement.splits  # with scales of their own
+                kind = placement.weight.float8
+                parts = (
+                    placement.part.whole and placement.part.splits
+                )  # with scales of their own
                 if over is None or parts or not fits(shape[depth:], over, kind):
                     kind = None
-                placement = dataclasses.replace(
-                    placement, float8=kind, summed=over or ()
-                )
+                weight = placement.weight
+                weight = dataclasses.replace(weight, float8=kind, summed=over or ())
+                placement = dataclasses.replace(placement, weight=weight)
             name = ".".join(map(str, path))
             sharded[id(variable)] = as_shard(variable, placement, name)
     replace(model, sharded)
+
+
+def decide_for_training(model: nnx.Module) -> None:
+    """Sets the modes that nobody set, like those of ``nnx.MultiHeadAttention``.
+
+    Others stay: frozen statistics, or a backbone after ``.eval()``.
+    """
+    for _, module in nnx.iter_modules(model):
+        for mode in ("deterministic", "use_running_average"):
+            if getattr(module, mode, False) is None:
+                setattr(module, mode, False)
 
 
 def gather_root(model: nnx.Module) -> None:

@@ -4,7 +4,6 @@ A product of split rows gives each device a partial sum, which is added up only 
 end. What is not linear in it, or added to it on all devices, would be wrong in silence.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jshard.sharding.settings.precision import is_float
 from jshard.sharding.units.dataflow import dependencies, through, union
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 # Kinds of arrays: computed without split weights; a split weight; a device's features
 # or random numbers; sums over these. Zeros, and integers that all have alike, are 0.
@@ -46,8 +45,8 @@ def check_partial_sums(jaxpr: core.Jaxpr, places: Sequence[Placement]) -> None:
     """Raises UserError for a changed sum; ``places`` are of the first inputs."""
     kinds = [WHOLE if is_float(x.aval) else 0 for x in jaxpr.invars]
     for i, place in enumerate(places):
-        split = any(axis == TENSOR for _, axis in place.splits)
-        if not place.whole and (split or place.on_rank_zero == TENSOR):
+        split = any(axis == TENSOR for _, axis in place.part.splits)
+        if not place.part.whole and (split or place.part.on_rank_zero == TENSOR):
             kinds[i] = WEIGHT if split else PARTIAL
     if max(kinds, default=0) > WHOLE:
         dependencies(jaxpr, kinds, _results, [WHOLE] * len(jaxpr.constvars))
@@ -98,8 +97,6 @@ def _of_partial_sums(eqn: Any, name: str, kinds: list[int], over_tensor: bool) -
     elif name not in _SCALES | _NONLINEAR:
         what = f"is {name!r} linear in sums over split features?"
         how = "compare a step with one device's (jshard.testing.check_step)"
-        warnings.warn(
-            f"mesh: tensor: {what} ({lines.line_of(eqn)}); {how}", stacklevel=2
-        )
+        warn(f"mesh: tensor: {what} ({lines.line_of(eqn)}); {how}")
         return 0
     raise UserError(f"mesh: tensor: {what} ({lines.line_of(eqn)}); {how}")

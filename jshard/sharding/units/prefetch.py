@@ -20,7 +20,7 @@ from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import REPLICA
 from jshard.sharding.settings.scopes import LAYERS
 from jshard.sharding.units import layers
-from jshard.sharding.units.linearize import Inputs, select
+from jshard.sharding.units.linearize import Gradients, Inputs, select
 from jshard.sharding.units.unit import barrier, gather_again, reduce, scatter
 from jshard.system.compat.xla_options import GATHERS_LATE
 
@@ -36,11 +36,11 @@ def forward(
 ) -> Any:
     """Does what ``forward`` of ``stack.py`` does."""
     carry, next_weights, all_ys, saved = stacked.carry, [], [], []
-    places = segments[0][2].places
-    for start, stop, layer, outside, unroll in layers.with_consts(segments, consts):
-        run = functools.partial(layers.run_layer, layer, stacked, keep)
-        run_last = functools.partial(layers.run_layer, outside, stacked, keep)
-        late = GATHERS_LATE and not unroll
+    places, end = segments[0].layer.places, segments[-1].stop
+    for segment in layers.with_consts(segments, consts):
+        run = functools.partial(layers.run_layer, segment.layer, stacked, keep)
+        run_last = functools.partial(layers.run_layer, segment.outside, stacked, keep)
+        last, late = segment.stop - 1, GATHERS_LATE and not segment.unroll
 
         def step(state, _, run=run, late=late):
             index, weights, carry = state
@@ -53,22 +53,23 @@ def forward(
                 next_weights, out = barrier(next_weights, out)
             return (index + 1, next_weights, carry), out
 
-        shards, carry = layers.shards_after(stacked, places, start, carry)
+        shards, carry = layers.shards_after(stacked, places, segment.start, carry)
         weights = gather(shards, places)
-        state = (jnp.int32(start), weights, carry)
-        length = stop - 1 - start
+        state = (jnp.int32(segment.start), weights, carry)
         (_, weights, carry), (ys, needed) = lax.scan(
-            step, state, None, length=length, unroll=unroll
+            step, state, None, length=segment.length - 1, unroll=segment.unroll
         )
-        if stop == segments[-1][1]:
+        if segment.stop == end:
             next_shards, (carry, weights) = barrier(next_shards, (carry, weights))
             next_weights = gather(next_shards, next_places)
-        carry, (last_ys, last_needed) = run_last(stop - 1, weights, carry)
+        carry, (last_ys, last_needed) = run_last(last, weights, carry)
         all_ys += [ys, jax.tree.map(lambda y: y[None], last_ys)]
         # The backward begins with the last layer, whose weights are here. Those of a
         # single layer would wait for the segments above.
-        read = select(weights, layer.reads) if length else None
-        saved.append((needed, last_needed, read))
+        kept = None
+        if segment.length > 1:
+            kept = select(weights, segment.layer.needed_in_backward)
+        saved.append((needed, last_needed, kept))
     outputs = carry, layers.join_layers(all_ys), next_weights
     return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
 
@@ -77,12 +78,12 @@ def segment_backward(
     segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
-    sums: Inputs,
+    sums: Gradients,
     parts: list[Any],
-) -> tuple[Inputs, list[Any]]:
+) -> tuple[Gradients, list[Any]]:
     """Does what ``segment_backward`` of ``stack.py`` does."""
-    start, stop, layer, outside, unroll = segment
-    (saved, ys_ct), last, places = needed, stop - 1, layer.places
+    layer, start, last = segment.layer, segment.start, segment.stop - 1
+    (saved, ys_ct), places = needed, layer.places
     (residuals, kept), (last_residuals, last_kept), weights = saved
     # The all-reduce over replicas takes time, too: it runs beside yet another layer.
     delayed = lax.axis_size(REPLICA) > 1
@@ -92,7 +93,7 @@ def segment_backward(
         after = sums.carry, weights
         if kept is None:
             source, after = layers.shards_after(stacked, places, index, after)
-            source = select(source, layer.reads)
+            source = select(source, layer.needed_in_backward)
         else:
             source, after = barrier(kept, after)
         carry_ct, weights = after
@@ -141,19 +142,22 @@ def segment_backward(
 
     if weights is None:
         weights, _, sums = gather_before(last, last_kept, None, sums)
-    next_weights, grads, sums = transpose(outside, last, last_residuals, weights, sums)
+    next_weights, grads, sums = transpose(
+        segment.outside, last, last_residuals, weights, sums
+    )
     (parts, grads), sums = layers.before_carry((parts, grads), sums)
     if last == start:
         return finish(start, scatter(grads, places), sums), parts
     state: Sequence[Any] = (next_weights, grads, None, sums)
     index = last - 1
     if delayed and index > start:
-        state = one_layer(outside, index, *state)
+        state = one_layer(segment.outside, index, *state)
         index -= 1
     if index > start:
         carried, length = (jnp.int32(index), *state), index - start
+        unroll = segment.unroll
         (_, *state), _ = lax.scan(step, carried, None, length=length, unroll=unroll)
-    _, grads, delayed_parts, sums = one_layer(outside, start, *state)
+    _, grads, delayed_parts, sums = one_layer(segment.outside, start, *state)
     if delayed_parts is not None:
         sums = finish(start + 1, delayed_parts, sums)
     return finish(start, scatter(grads, places), sums), parts

@@ -27,10 +27,11 @@ from jshard.sharding.settings.scopes import LAYERS
 from jshard.sharding.units import layers
 from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units.linearize import (
+    Gradients,
     Inputs,
     Layer,
     Traced,
-    differentiable,
+    floats_of,
     select,
     trace_layer,
 )
@@ -67,18 +68,20 @@ def make_scan(
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
     prefetch, runs = prefetches(policy, places, length), layers.spans(policy, length)
-    parts, consts = segments_of(traced, places, policy, runs, prefetch)
-    as_one = [(0, length, *parts[0][2:])]  # without residuals there is one loop
+    segments = segments_of(traced, places, policy, runs, prefetch)
+    # Without residuals there is one loop.
+    as_one = [dataclasses.replace(segments[0], start=0, stop=length)]
     passes = forward, segment_backward
     if prefetch:
         passes = prefetched.forward, prefetched.segment_backward
 
     run = jax.custom_vjp(functools.partial(passes[0], as_one, next_places, False))
     run.defvjp(
-        functools.partial(passes[0], parts, next_places, True),
-        functools.partial(_backward, passes[1], parts, next_places),
+        functools.partial(passes[0], segments, next_places, True),
+        functools.partial(_backward, passes[1], segments, next_places),
     )
     stacked = stacked._replace(args=[*args, *program.consts])
+    consts = [segment.consts for segment in segments]
     return functools.partial(run, stacked, consts, next_shards)
 
 
@@ -93,12 +96,11 @@ def forward(
 ) -> Any:
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
     carry, all_ys, saved = stacked.carry, [], []
-    places = segments[0][2].places
-    for start, stop, layer, _, unroll in layers.with_consts(segments, consts):
-        run = functools.partial(layers.run_layer, layer, stacked, keep)
-        straight = unroll or stop - start == 1
+    places = segments[0].layer.places
+    for segment in layers.with_consts(segments, consts):
+        run = functools.partial(layers.run_layer, segment.layer, stacked, keep)
 
-        def body(state, _, run=run, straight=straight):
+        def body(state, _, run=run, straight=segment.straight):
             index, carry = state
             shards = layers.layer_of(stacked.weights, index)
             if straight:  # otherwise the loop holds the gather back
@@ -106,9 +108,9 @@ def forward(
             carry, out = run(index, gather(shards, places), carry)
             return (index + 1, carry), out
 
-        state, length = (jnp.int32(start), carry), stop - start
+        state, unroll = (jnp.int32(segment.start), carry), segment.unroll
         (_, carry), (ys, needed) = lax.scan(
-            body, state, None, length=length, unroll=unroll
+            body, state, None, length=segment.length, unroll=unroll
         )
         all_ys.append(ys)
         saved.append(needed)
@@ -128,44 +130,43 @@ def _backward(
     """Returns gradients of the inputs of a forward, given what that saved."""
     stacked, consts, next_shards, (*of_segments,) = saved
     carry_ct, (aux_ct, *others), next_grads = cotangents
-    layer = segments[0][2]
-    (carry_ct, aux_ct), *others = differentiable(
+    layer = segments[0].layer
+    (carry_ct, aux_ct), *others = floats_of(
         ((carry_ct, aux_ct), *others), layer.outputs
     )
-    sums = select(stacked._replace(carry=None), layer.moves._replace(carry=None))
-    sums = jax.tree.map(jnp.zeros_like, sums)._replace(carry=carry_ct)
-    next_grads = select(next_grads, [place.trainable for place in next_places])
+    sums = layer.no_gradients(stacked, carry_ct)
+    next_grads = select(next_grads, [place.gradient.trainable for place in next_places])
     parts = scatter(next_grads, next_places)
     ys_ct = aux_ct, *others
     for segment in reversed(layers.with_consts(segments, consts)):
         needed = of_segments.pop(), ys_ct
         sums, parts = segment_backward(segment, stacked, needed, sums, parts)
-    return sums, None, reduce(parts, next_places, next_shards)
+    return Inputs(*sums), None, reduce(parts, next_places, next_shards)
 
 
 def segment_backward(
     segment: layers.Segment,
     stacked: Inputs,
     needed: tuple[Any, Any],
-    sums: Inputs,
+    sums: Gradients,
     parts: list[Any],
-) -> tuple[Inputs, list[Any]]:
+) -> tuple[Gradients, list[Any]]:
     """Adds the gradients of a segment to ``sums``, the last layer first.
 
     ``needed`` is what the forward saved of it, and the cotangents of the stacked ys of
     all layers. ``parts`` are scattered gradients of the unit after the Stack, which is
     done before the layers.
     """
-    start, stop, layer, _, unroll = segment
-    (saved, ys_ct), places = needed, layer.places
-    wait = bool(layer.reshard) and (unroll or stop - start == 1)
+    layer, (saved, ys_ct) = segment.layer, needed
+    places, wait = layer.places, bool(layer.reshard) and segment.straight
     parts, sums = layers.before_carry(parts, sums)
 
     def body(state, slices):
         index, sums = state
         (residuals, source), ys_ct = slices
         if source is None:
-            source = select(layers.layer_of(stacked.weights, index), layer.reads)
+            shards = layers.layer_of(stacked.weights, index)
+            source = select(shards, layer.needed_in_backward)
         if wait:
             source, sums = layers.before_carry(source, sums)
         weights = gather_again(source, layer)
@@ -174,10 +175,10 @@ def segment_backward(
         grads = reduce(scatter(grads, places), places, stacked.weights)
         return (index - 1, layers.add_weights(sums, grads, index)), None
 
-    slices = saved, jax.tree.map(lambda ct: ct[start:stop], ys_ct)
-    state, length = (jnp.int32(stop - 1), sums), stop - start
+    slices = saved, jax.tree.map(lambda ct: ct[segment.start : segment.stop], ys_ct)
+    state, unroll = (jnp.int32(segment.stop - 1), sums), segment.unroll
     (_, sums), _ = lax.scan(
-        body, state, slices, length=length, reverse=True, unroll=unroll
+        body, state, slices, length=segment.length, reverse=True, unroll=unroll
     )
     return sums, parts
 
@@ -188,8 +189,10 @@ def prefetches(policy: UnitPolicy, places: Sequence[Placement], length: int) -> 
     With ``defer_scatter``, weights are gathered once per step, so layers need none.
     """
     communicates = any(
-        p.shards() > 1 or p.hosted or (p.trainable and p.sum_at == "unit")
-        for p in places
+        place.shards() > 1
+        or place.sharding.hosted
+        or (place.gradient.trainable and place.gradient.sum_at == "unit")
+        for place in places
     )
     wanted = on_gpus() if policy.prefetch is None else policy.prefetch
     return wanted and communicates and length > 1
@@ -201,23 +204,23 @@ def segments_of(
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],
     prefetch: bool,
-) -> tuple[list[layers.Segment], list[tuple[list, list]]]:
-    """Returns segments of these ``runs`` of layers, and the constants of each."""
+) -> list[layers.Segment]:
+    """Returns segments of these ``runs`` of layers."""
     segments = []
     for start, stop in runs:
         if policy.first_k is not None and start >= policy.first_k:
             policy = dataclasses.replace(policy, remat="none")
         # XLA moves arrays between host and device in loops; unrolled, it would keep
         # all of them on the device.
-        hosted = isinstance(policy.remat, Offload) or any(p.hosted for p in places)
+        hosted = isinstance(policy.remat, Offload)
+        hosted |= any(place.sharding.hosted for place in places)
         unroll = policy.unroll and not hosted
         straight = unroll or stop - start == 1
         layer = outside = Layer(traced, places, policy, prevent_cse=straight)
         if prefetch and not straight:
             outside = Layer(traced, places, policy, prevent_cse=True)
-        segments.append((start, stop, layer, outside, unroll))
-    consts = [(layer.consts, outside.consts) for _, _, layer, outside, _ in segments]
-    return segments, consts
+        segments.append(layers.Segment(start, stop, layer, outside, unroll))
+    return segments
 
 
 def check_carry(carry: Any, outputs: Any) -> None:

@@ -33,7 +33,7 @@ from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units.linearize import (
     Inputs,
     Layer,
-    differentiable,
+    floats_of,
     select,
     trace_layer,
 )
@@ -53,64 +53,67 @@ def run_unit(
     arrays (state, and shards of units inside it), ``inputs`` those of the call.
     """
     shards, places = list(shards), list(places)
-    traced = trace_layer(fn, Inputs(shards, xs, inputs, []), places)
+    sharded = Inputs(shards, list(xs), inputs, [])
+    traced = trace_layer(fn, sharded, places)
     layer = Layer(traced, places, policy, prevent_cse=True)
 
     @jax.custom_vjp
-    def run(shards, xs, inputs, args, consts):
-        shards, inputs = barrier(shards, inputs)
+    def run(sharded, consts):
+        shards, carry = barrier(sharded.weights, sharded.carry)
         weights = gather(shards, places)
-        return layer.evaluate(Inputs(weights, xs, inputs, args))
+        return layer.evaluate(sharded._replace(weights=weights, carry=carry))
 
-    def forward(shards, xs, inputs, args, consts):
+    def forward(sharded, consts):
         # Without the barrier XLA may gather many units' weights before the first runs.
-        shards_now, inputs = barrier(shards, inputs)
-        weights = gather(shards_now, places)
-        inputs = Inputs(weights, xs, inputs, args)
+        shards, carry = barrier(sharded.weights, sharded.carry)
+        weights = gather(shards, places)
+        inputs = sharded._replace(weights=weights, carry=carry)
         outputs, residuals = layer.with_consts(consts).forward(inputs)
         kept = drop(weights, layer)
         # Otherwise full weights could stay in memory until they are split.
         if kept is not None and layer.reshard is not False:
             kept, outputs = barrier(kept, outputs)
-        return outputs, (shards, xs, args, consts, residuals, kept)
+        return outputs, (sharded._replace(carry=[]), consts, residuals, kept)
 
-    def backward(saved, cotangents) -> tuple:
-        shards, xs, args, consts, residuals, kept = saved
-        cotangents = differentiable(cotangents, layer.outputs)
-        source = select(shards, layer.reads) if kept is None else kept
+    def backward(saved, cotangents) -> tuple[Inputs, None]:
+        sharded, consts, residuals, kept = saved
+        cotangents = floats_of(cotangents, layer.outputs)
+        source = kept
+        if kept is None:
+            source = select(sharded.weights, layer.needed_in_backward)
         if layer.reshard:  # else the gather could be merged with the forward's
             source, cotangents = barrier(source, cotangents)
         weights = gather_again(source, layer)
-        inputs = Inputs(weights, xs, [], args)
+        inputs = sharded._replace(weights=weights)
         own = layer.with_consts(consts)
         grads = own.transpose(inputs, residuals, cotangents)
         parts = scatter(grads.weights, places)
         # Otherwise XLA may keep the gradients of many units for one scatter. A barrier
         # for each, so that those of inputs that are not trained are not computed.
         passed = jax.tree.map(lambda grad: barrier(parts, grad)[1], grads[1:])
-        return (reduce(parts, places, shards), *passed, None)
+        return Inputs(reduce(parts, places, sharded.weights), *passed), None
 
     run.defvjp(forward, backward)
     _, program, _ = traced
-    return run(shards, list(xs), inputs, list(program.consts), layer.consts)
+    return run(sharded._replace(args=list(program.consts)), layer.consts)
 
 
 def drop(weights: Sequence[Any], layer: Layer) -> list[Any] | None:
-    """Returns what is kept of each weight that the backward reads.
+    """Returns what is kept of each weight that is needed in the backward.
 
     This is the full weight, or this device's part in its group; None if the backward
     gathers the shards again.
     """
     if layer.reshard is True:
         return None
-    read = select(list(weights), list(layer.reads))
+    needed = select(list(weights), list(layer.needed_in_backward))
     if not (group := int(layer.reshard)):
-        return read
-    return map_present(lambda w, p: take_part(w, p, group), read, layer.places)
+        return needed
+    return map_present(lambda w, p: take_part(w, p, group), needed, layer.places)
 
 
 def gather_again(source: Sequence[Any], layer: Layer) -> list[Any]:
-    """Returns the weights that the backward reads, from what ``drop`` returned.
+    """Returns the weights needed in the backward, from what ``drop`` returned.
 
     ``source`` is the shards if that is None.
     """

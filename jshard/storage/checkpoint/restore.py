@@ -1,7 +1,6 @@
 """Finds, verifies and reads checkpoints."""
 
 import time
-import warnings
 from pathlib import Path
 
 import jax
@@ -19,7 +18,7 @@ from jshard.storage.checkpoint.step_folders import (
     step_folder,
 )
 from jshard.storage.checkpoint.stored_arrays import ARRAYS, check, load
-from jshard.system.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of, warn
 
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
 
@@ -97,10 +96,7 @@ def find_newest(folder: Path) -> Path | None:
         damage = find_damage(path)
         if not damage:
             if damaged:
-                warnings.warn(
-                    f"{'; '.join(damaged)} (in {folder}): step {step} is used instead",
-                    stacklevel=2,
-                )
+                warn(f"{'; '.join(damaged)} (in {folder}): step {step} is used instead")
             return path
         damaged.append(f"step {step} is damaged: {damage}")
     if damaged:

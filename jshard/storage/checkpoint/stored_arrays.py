@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.buckets import arrays as bucket
 from jshard.storage.checkpoint.metadata import STORED_SHAPE
 from jshard.system.compat.orbax import database, open_array, open_in_database
-from jshard.system.errors import UserError, some_of
+from jshard.system.errors import UserError, some_of, warn
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
 INDEX = "cache_pool#index"  # TensorStore's cache of where a database has its chunks
@@ -197,10 +196,9 @@ def check(
             f"{some_of(problems, '; ')}"
         )
     for (stored_dtype, dtype), count in casts.items():
-        warnings.warn(
+        warn(
             f"{count} arrays of checkpoint {bucket.shown(folder)} are read as {dtype}, "
-            f"saved as {stored_dtype}",
-            stacklevel=3,
+            f"saved as {stored_dtype}"
         )
 
 

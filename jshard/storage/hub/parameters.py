@@ -6,7 +6,6 @@ A checkpoint is jshard's, or one that another program wrote with Orbax.
 import dataclasses
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from jshard.storage.hub.safetensors_read import (
 )
 from jshard.storage.hub.tied_heads import other_head
 from jshard.system.cli.paths import check_path
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 # How the names of what is read begin, but for frozen parameters.
 _BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")
@@ -205,7 +204,7 @@ def restore_orbax(
     )
     logging.getLogger("jshard").info("%s: %s", found.checkpoint, found.said)
     if found.left:
-        warnings.warn(f"{found.checkpoint}: not read: {found.left}", stacklevel=2)
+        warn(f"{found.checkpoint}: not read: {found.left}")
     state = start_from(
         _of_orbax(found, restore_optimizer),
         abstract,

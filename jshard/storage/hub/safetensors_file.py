@@ -4,7 +4,6 @@ The library checks the files. Its own slices (0.8) lack float8 in NumPy, and arr
 without elements.
 """
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from jshard.storage.hub.quantised import fp8, mxfp4
 from jshard.storage.hub.safetensors_write import INDEX, SINGLE
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 from jshard.system.files.untrusted import (
     POINTER,
     is_pointer,
@@ -169,10 +168,9 @@ def weight_files(folder: Path) -> list[str]:
             return [SINGLE]
         raise UserError(f"cannot read {index}: {error!r}") from error
     if files != [SINGLE] and single.exists():
-        warnings.warn(
+        warn(
             f"{folder} holds {SINGLE}, which is read, and an {INDEX} of other files, "
-            "which are not",
-            stacklevel=2,
+            "which are not"
         )
         return [SINGLE]
     return files

@@ -2,10 +2,10 @@
 
 import faulthandler
 import time
-import warnings
 from pathlib import Path
 
 from jshard.system.cli.paths import not_by_a_link
+from jshard.system.errors import warn
 
 INTERVAL = 10.0  # seconds between lines about steps
 
@@ -32,10 +32,9 @@ class Log:
             self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         except OSError as error:
             if not self._warned:
-                warnings.warn(
+                warn(
                     f"cannot write {self._file.name}: {error.strerror}; training "
-                    "continues, and its log has gaps",
-                    stacklevel=2,
+                    "continues, and its log has gaps"
                 )
             self._warned = True
 

@@ -1,12 +1,12 @@
 """A trace of a few steps, for Perfetto and XProf."""
 
 import time
-import warnings
 from contextlib import AbstractContextManager
 
 import jax
 
 from jshard.recipe.config.profiled_steps import profiled_steps
+from jshard.system.errors import warn
 from jshard.system.formatting import format_duration
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.run.progress import ProgressDisplay
@@ -94,10 +94,7 @@ class Profile(AbstractContextManager):
 
     def _fail(self, error: Exception) -> None:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        warnings.warn(
-            f"no profile: cannot write to {self._folder}: {why}; training continues",
-            stacklevel=3,
-        )
+        warn(f"no profile: cannot write to {self._folder}: {why}; training continues")
 
     def __exit__(self, *exception: object) -> None:
         self._write()

@@ -1,6 +1,5 @@
 """A run in a bucket: written in a local folder, and copied while it trains."""
 
-import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jshard.storage.checkpoint.buckets.step_list import StepList
 from jshard.storage.checkpoint.selected.run_address import names_step
 from jshard.storage.checkpoint.step_folders import CHECKPOINTS, find_steps, step_folder
 from jshard.system.cli.paths import check_path, is_bucket
-from jshard.system.errors import RunFailed, UserError
+from jshard.system.errors import RunFailed, UserError, warn
 from jshard.training.run.background import Background
 
 
@@ -159,7 +158,7 @@ class Copying(AbstractContextManager):
             if not self._stopped:
                 self._bucket.copy(self._below)
         except BucketError as error:
-            warnings.warn(f"cannot copy the run's files yet: {error}", stacklevel=2)
+            warn(f"cannot copy the run's files yet: {error}")
 
     def __exit__(self, kind: Any = None, *exception: object) -> None:
         if self._thread is not None:
@@ -172,4 +171,4 @@ class Copying(AbstractContextManager):
             text = f"the run's last files cannot be copied: {error}"
             if kind is None:
                 raise RunFailed(text) from error
-            warnings.warn(text, stacklevel=2)
+            warn(text)

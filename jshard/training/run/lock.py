@@ -3,12 +3,11 @@
 import errno
 import fcntl
 import os
-import warnings
 import weakref
 from pathlib import Path
 from typing import IO
 
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 _FILE = ".lock"
 _held: weakref.WeakSet[IO[str]] = weakref.WeakSet()
@@ -47,10 +46,9 @@ def lock_folder(folder: Path) -> IO[str]:
         with lock:
             raise _locked(folder, lock) from None
     except OSError as error:  # some network file systems have no locks
-        warnings.warn(
+        warn(
             f"{folder} cannot be locked ({error.strerror}): make sure that only one "
-            "process trains there",
-            stacklevel=2,
+            "process trains there"
         )
     lock.seek(0)
     lock.truncate()

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from jshard.recipe.config.run_config import flatten
 from jshard.recipe.config.settings import LoggerSettings
 from jshard.storage.checkpoint import step_folders
 from jshard.storage.checkpoint.restore import CHECKPOINTS
-from jshard.system.errors import Preempted, RunFailed, UserError
+from jshard.system.errors import Preempted, RunFailed, UserError, warn
 from jshard.system.files.atomic import replace_file
 from jshard.system.pages.png import png
 from jshard.training.report.run_report import (
@@ -217,7 +216,7 @@ class RunFolder(AbstractContextManager):
         except OSError as error:
             return _why(error)
         if done:
-            warnings.warn(f"{self.path}: {done}", stacklevel=3)
+            warn(f"{self.path}: {done}")
         return ""
 
     def _is_there(self) -> bool:
@@ -238,10 +237,9 @@ class RunFolder(AbstractContextManager):
     def _warn(self, problem: str) -> None:
         """Warns of a full disk, once until it has room again."""
         if problem and not self._waits:
-            warnings.warn(
+            warn(
                 f"cannot write to {self.path}: {problem}; training continues, and its "
-                "metrics wait in memory",
-                stacklevel=3,
+                "metrics wait in memory"
             )
         self._waits = bool(problem)
 

@@ -19,7 +19,7 @@ from decoder import policies
 from filled import filled
 from h100 import h100s
 from jshard.sharding.collectives.embedding import is_cheaper
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement, Sharding
 from jshard.sharding.settings.mesh import BATCH
 from parity import make_mesh
 
@@ -249,7 +249,7 @@ def test_a_few_rows_are_exchanged_unless_one_device_has_them_all(devices, exchan
     found = []
 
     def run(shard_VC, ids_T):
-        found.append(is_cheaper(shard_VC, Placement(-1), ids_T))
+        found.append(is_cheaper(shard_VC, Placement(Sharding(-1)), ids_T))
         return ids_T
 
     mesh = jshard.make_mesh(devices=jax.devices()[:devices])

@@ -16,7 +16,7 @@ import jshard
 from jshard.sharding.collectives import quantized
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.collectives.quantized import BLOCK, dequantize, quantize
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement, Sharding, Weight
 
 # Half the distance between neighbours, relative to the block's largest value (int8) or
 # to the value itself; what is below fp8's smallest normal value keeps its step.
@@ -109,7 +109,7 @@ def test_every_device_sees_the_same_weights_its_own_shard_too(dtype, dim):
     mesh = jshard.make_mesh()
 
     def gathered(shard: jax.Array) -> jax.Array:
-        return quantized.all_gather(shard, dim, jnp.dtype(dtype))[None]
+        return quantized.gather_quantized(shard, dim, jnp.dtype(dtype))[None]
 
     got = jax.jit(
         jax.shard_map(
@@ -131,7 +131,7 @@ def test_every_device_sees_the_same_weights_its_own_shard_too(dtype, dim):
 
 def gradient(gather: Any, weights: jax.Array, upstream: jax.Array) -> Any:
     """The compiled gradient of a matrix that is gathered."""
-    place = Placement(-2, gather=gather)
+    place = Placement(Sharding(-2), weight=Weight(gather=gather))
 
     def local(shard: jax.Array, upstream: jax.Array) -> jax.Array:
         full: Any

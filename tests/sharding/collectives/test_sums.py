@@ -17,6 +17,7 @@ from jshard.sharding.collectives.microbatch import (
     current_microbatch,
     microbatch,
 )
+from jshard.sharding.collectives.quantized import ScaledShard
 from jshard.sharding.collectives.reduce import (
     all_reduce,
     all_reduce_in_unit,
@@ -25,7 +26,7 @@ from jshard.sharding.collectives.reduce import (
     pmean,
     scatter,
 )
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Gradient, Part, Placement, Sharding, Weight
 
 P = PartitionSpec
 
@@ -66,7 +67,7 @@ def group_of_two(place: Placement, full: jax.Array, group: int = 2) -> Any:
 @pytest.mark.parametrize(("group", "size"), [(1, 8), (2, 4), (4, 2), (8, 2)])
 def test_neighbours_keep_a_part_each_and_have_the_whole_together(group, size):
     """Groups are next to each other: these share the fastest links."""
-    full, place = rows(4, 3, 8), Placement(-1)
+    full, place = rows(4, 3, 8), Placement(Sharding(-1))
     full[:] = full[0]  # the same on all
     run = functools.partial(group_of_two, place, group=group)
     part, whole = on_devices(run, full, fsdp=4)
@@ -87,7 +88,7 @@ def test_parts_are_kept_in_the_dtype_of_the_wire_where_that_is_smaller():
 
     def kept(**dtypes: str) -> list:
         given: dict[str, Any] = {k: jnp.dtype(v) for k, v in dtypes.items()}
-        place = Placement(-1, (-1, 3), **given)
+        place = Placement(Sharding(-1, exact=(-1, 3)), weight=Weight(**given))
         mapped, arrays = mapped_over(run(place), rows(2, 3), fsdp=2)
         part, whole = jax.eval_shape(mapped, *arrays)
         assert (part.shape, whole.shape) == ((2, 2), (2, 3))  # padded, and exact
@@ -98,7 +99,7 @@ def test_parts_are_kept_in_the_dtype_of_the_wire_where_that_is_smaller():
     assert kept(gather="float16", compute="float32") == ["float16", "float32"]
     assert kept(gather="int8", compute="float16") == ["float32", "float16"]
     assert kept(gather="float64", compute="float16") == ["float32", "float16"]
-    whole = Placement(None, gather=jnp.dtype("float16"))
+    whole = Placement(Sharding(None), weight=Weight(gather=jnp.dtype("float16")))
     assert take_part(full, whole, 2) is full
     assert join_parts(full, whole, 2) is full
 
@@ -107,7 +108,10 @@ def test_parts_are_kept_in_the_dtype_of_the_wire_where_that_is_smaller():
 
 
 def test_a_shard_becomes_the_parameter_and_its_gradient_the_sum():
-    place = Placement(-1, (-1, 3), sum_at="unit", sum_over=("replica",))
+    place = Placement(
+        Sharding(-1, exact=(-1, 3)),
+        gradient=Gradient(sum_at="unit", sum_over=("replica",)),
+    )
     shards = np.array([[1, 2], [3, 0], [1, 2], [3, 0]], np.float32)
     grads = rows(4, 3)
 
@@ -127,28 +131,39 @@ def test_what_is_frozen_has_no_gradient_and_what_is_replicated_its_own():
         full, pullback = jax.vjp(lambda x: all_gather(x, place), shard)
         return full, *pullback(jnp.ones_like(full))
 
-    frozen = functools.partial(run, place=Placement(-1, trainable=False))
+    frozen = functools.partial(
+        run, place=Placement(Sharding(-1), gradient=Gradient(trainable=False))
+    )
     full, grad = on_devices(frozen, rows(2, 2), fsdp=2)
     np.testing.assert_array_equal(full, [[0, 1, 2, 3]] * 2)
     np.testing.assert_array_equal(grad, np.zeros((2, 2)))
-    own = functools.partial(run, place=Placement(None, sum_over=("fsdp",)))
+    own = functools.partial(
+        run, place=Placement(Sharding(None), gradient=Gradient(sum_over=("fsdp",)))
+    )
     full, grad = on_devices(own, rows(2, 2), fsdp=2)
     np.testing.assert_array_equal(full, rows(2, 2))
     np.testing.assert_array_equal(grad, np.ones((2, 2)))  # the step sums it
 
 
 def test_zeros_stand_where_only_the_gradient_is_wanted():
-    place = Placement(-1, gradient_only=True, compute=jnp.dtype("float16"))
+    place = Placement(
+        Sharding(-1),
+        weight=Weight(compute=jnp.dtype("float16")),
+        gradient=Gradient(only=True),
+    )
     full = on_devices(lambda x: all_gather(x, place), rows(2, 2), fsdp=2)
     assert full.dtype == np.float16
     np.testing.assert_array_equal(full, np.zeros((2, 4)))
 
 
 def test_a_layer_gets_what_splits_split_only_where_it_computes_with_all():
-    place = Placement(-2, splits=((-1, "tensor"),), over=("fsdp",))
+    place = Placement(Sharding(-2, over=("fsdp",)), part=Part(splits=((-1, "tensor"),)))
     gathers = {
         "part": place,
-        "whole": Placement(-2, splits=place.splits, over=("fsdp",), whole=True),
+        "whole": Placement(
+            Sharding(-2, over=("fsdp",)),
+            part=Part(splits=place.part.splits, whole=True),
+        ),
     }
     run = lambda x: gather({"part": x, "whole": x}, gathers)
     full = on_devices(run, rows(4, 1, 2), fsdp=2, tensor=2)
@@ -159,13 +174,15 @@ def test_a_layer_gets_what_splits_split_only_where_it_computes_with_all():
 
 def test_one_byte_values_arrive_with_their_scale():
     float8 = jnp.dtype("float8_e4m3fn")
-    place = Placement(-1, gather=float8, compute=jnp.dtype("float32"))
-    run = lambda x: all_gather((x, jnp.float32(2)), place)
+    place = Placement(
+        Sharding(-1), weight=Weight(gather=float8, compute=jnp.dtype("float32"))
+    )
+    run = lambda x: all_gather(ScaledShard(x, jnp.float32(2)), place)
     full = on_devices(run, 2 * rows(2, 2), fsdp=2)
     np.testing.assert_array_equal(full, [[0, 1, 2, 3]] * 2)
-    four = Placement(-1, gather=float8, packed=-1)
+    four = Placement(Sharding(-1), weight=Weight(gather=float8, packed=-1))
     codes = on_devices(
-        lambda x: all_gather((x, jnp.ones((1,))), four), rows(2, 2), fsdp=2
+        lambda x: all_gather(ScaledShard(x, jnp.ones((1,))), four), rows(2, 2), fsdp=2
     )
     # 0, 1, 2 and 3 are the codes 0, 2, 4 and 5.
     np.testing.assert_array_equal(codes, [[0 | 2 << 4, 4 | 5 << 4]] * 2)
@@ -177,10 +194,10 @@ def test_one_byte_values_arrive_with_their_scale():
 @pytest.mark.parametrize("sum_dtype", [None, "float16", "float32"])
 def test_a_scatter_sums_over_the_shards_in_the_dtype_asked_for(sum_dtype):
     place = Placement(
-        -1,
-        (-1, 3),
-        reduce=jnp.dtype("float16"),
-        sum=sum_dtype and jnp.dtype(sum_dtype),
+        Sharding(-1, exact=(-1, 3)),
+        gradient=Gradient(
+            reduce=jnp.dtype("float16"), sum=sum_dtype and jnp.dtype(sum_dtype)
+        ),
     )
     grads = rows(2, 2, 3)
     run = lambda grad: scatter(grad, place)
@@ -195,7 +212,10 @@ def test_a_scatter_sums_over_the_shards_in_the_dtype_asked_for(sum_dtype):
 
 
 def test_a_scatter_along_the_first_dimension_sums_like_any():
-    place = Placement(-3, reduce=jnp.dtype("float16"), sum=jnp.dtype("float32"))
+    place = Placement(
+        Sharding(-3),
+        gradient=Gradient(reduce=jnp.dtype("float16"), sum=jnp.dtype("float32")),
+    )
     grads = rows(2, 4, 3, 2)
     got = on_devices(lambda grad: scatter(grad, place), grads, fsdp=2)
     total = grads.sum(axis=0)
@@ -203,24 +223,34 @@ def test_a_scatter_along_the_first_dimension_sums_like_any():
 
 
 def test_what_is_not_sharded_is_only_cast():
-    place = Placement(None, reduce=jnp.dtype("float16"), sum=jnp.dtype("float32"))
+    place = Placement(
+        Sharding(None),
+        gradient=Gradient(reduce=jnp.dtype("float16"), sum=jnp.dtype("float32")),
+    )
     got = on_devices(lambda grad: scatter(grad, place), rows(2, 3), fsdp=2)
     assert got.dtype == np.float16
     np.testing.assert_array_equal(got, rows(2, 3))
-    one = Placement(-1, (-1, 3), parts=2)  # a stage's shard is padded all the same
+    one = Placement(
+        Sharding(-1, exact=(-1, 3), parts=2)
+    )  # a stage's shard is padded all the same
     got = on_devices(lambda grad: scatter(grad, one), rows(1, 3), fsdp=1)
     np.testing.assert_array_equal(got, [[0, 1, 2, 0]])
 
 
 def test_the_same_shards_are_summed_over_their_axes_and_no_others():
     x = rows(4, 3)
-    by_unit = Placement(-1, sum_at="unit", sum_over=("replica",))
+    by_unit = Placement(
+        Sharding(-1), gradient=Gradient(sum_at="unit", sum_over=("replica",))
+    )
 
     def run(x: jax.Array) -> Any:
-        once = Placement(-1, sum_over=("replica",))
-        alone = Placement(-1)
-        wide = Placement(-1, sum_over=("replica",), sum=jnp.dtype("float32"))
-        narrow = Placement(-1, sum=jnp.dtype("float16"))
+        once = Placement(Sharding(-1), gradient=Gradient(sum_over=("replica",)))
+        alone = Placement(Sharding(-1))
+        wide = Placement(
+            Sharding(-1),
+            gradient=Gradient(sum_over=("replica",), sum=jnp.dtype("float32")),
+        )
+        narrow = Placement(Sharding(-1), gradient=Gradient(sum=jnp.dtype("float16")))
         half = x.astype(jnp.float16)
         return (
             all_reduce_in_unit(x, by_unit, jnp.float16),
@@ -250,12 +280,12 @@ def test_outside_of_a_mesh_a_mean_is_the_value_itself():
 
 
 def test_only_the_first_device_along_an_axis_adds_a_bias():
-    first = Placement(None, on_rank_zero="tensor")
-    whole = Placement(None, on_rank_zero="tensor", whole=True)
+    first = Placement(Sharding(None), part=Part(on_rank_zero="tensor"))
+    whole = Placement(Sharding(None), part=Part(on_rank_zero="tensor", whole=True))
     run = lambda x: (
         on_rank_zero(x, first),
         on_rank_zero(x, whole),
-        on_rank_zero(x, Placement(None)),
+        on_rank_zero(x, Placement(Sharding(None))),
         scatter(x, first),
         all_gather(x, first),
     )

@@ -40,7 +40,7 @@ def test_a_state_and_its_abstract_form_have_one_layout(fsdp):
     layout = Layout.of(concrete, POLICY, fsdp.mesh)
     abstract = fsdp.abstract_state(zoo.Aux, OPTIMIZER)
     assert layout == Layout.of(abstract, POLICY, fsdp.mesh)
-    assert any(place.dim is not None for place in layout.places.values())
+    assert any(place.sharding.dim is not None for place in layout.places.values())
     for state in (concrete, abstract):
         found = [x.sharding for x in jax.tree.leaves(state)]
         assert found == jax.tree.leaves(layout.shardings)

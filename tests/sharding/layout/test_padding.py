@@ -122,7 +122,7 @@ def test_every_parameter_is_sharded_whatever_its_width():
     count = sum(x.size for x in jax.tree.leaves(nnx.state(exact, nnx.Param)))
     held = 0
     for path, variable in nnx.to_flat_state(state.params):
-        assert layout.places[path].dim is not None
+        assert layout.places[path].sharding.dim is not None
         value = variable.get_value()
         held += np.prod(value.sharding.shard_shape(value.shape))
     assert count / 7 < held < 1.4 * count / 7

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 import jshard
 from jshard.sharding.layout import memory_kinds
 from jshard.sharding.layout.memory_kinds import check_memory, on_device, on_host
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Part, Placement, Sharding, Weight
 
 
 def in_shards(fn, *shape: int, **sizes: int):
@@ -30,17 +30,29 @@ def in_shards(fn, *shape: int, **sizes: int):
 @pytest.mark.parametrize(
     ("place", "padded"),
     [
-        (Placement(-2, (-2, 9)), (12, 3)),  # four shards
+        (Placement(Sharding(-2, exact=(-2, 9))), (12, 3)),  # four shards
         (
-            Placement(-2, (-2, 9), parts=2),
+            Placement(Sharding(-2, exact=(-2, 9), parts=2)),
             (16, 3),
         ),  # each of which a stage splits in two
-        (Placement(-2, (-2, 9), over=("fsdp",)), (10, 3)),
-        (Placement(-2), (9, 3)),
-        (Placement(-2, (-2, 9), splits=((-2, "tensor"),)), (9, 3)),
-        (Placement(-2, (-2, 9), splits=((-2, "tensor"),), whole=True), (12, 3)),
-        (Placement(-2, (-2, 9), splits=((-1, "tensor"),)), (12, 3)),
-        (Placement(None, (-2, 9)), (9, 3)),
+        (Placement(Sharding(-2, exact=(-2, 9), over=("fsdp",))), (10, 3)),
+        (Placement(Sharding(-2)), (9, 3)),
+        (
+            Placement(Sharding(-2, exact=(-2, 9)), part=Part(splits=((-2, "tensor"),))),
+            (9, 3),
+        ),
+        (
+            Placement(
+                Sharding(-2, exact=(-2, 9)),
+                part=Part(splits=((-2, "tensor"),), whole=True),
+            ),
+            (12, 3),
+        ),
+        (
+            Placement(Sharding(-2, exact=(-2, 9)), part=Part(splits=((-1, "tensor"),))),
+            (12, 3),
+        ),
+        (Placement(Sharding(None, exact=(-2, 9))), (9, 3)),
     ],
     ids=str,
 )
@@ -50,7 +62,10 @@ def test_gradients_are_padded_for_all_shards_of_all_stages(place, padded):
 
 
 def test_padding_is_zeros_after_the_values():
-    place, x = Placement(-1, (-1, 3), over=("fsdp",)), jnp.arange(1.0, 7).reshape(2, 3)
+    place, x = (
+        Placement(Sharding(-1, exact=(-1, 3), over=("fsdp",))),
+        jnp.arange(1.0, 7).reshape(2, 3),
+    )
     mesh = jshard.make_mesh(fsdp=2, devices=jax.devices()[:2])
     spec = jax.sharding.PartitionSpec()
     options = {"mesh": mesh, "in_specs": spec, "out_specs": spec, "check_vma": False}
@@ -60,38 +75,44 @@ def test_padding_is_zeros_after_the_values():
 
 
 def test_axes_are_those_that_shard_and_those_that_split():
-    assert Placement(-1, over=("fsdp",)).axes() == "fsdp"
-    assert Placement(-1, over=("fsdp", "context")).axes() == ("fsdp", "context")
-    assert Placement(None).shards() == 1
+    assert Placement(Sharding(-1, over=("fsdp",))).axes() == "fsdp"
+    assert Placement(Sharding(-1, over=("fsdp", "context"))).axes() == (
+        "fsdp",
+        "context",
+    )
+    assert Placement(Sharding(None)).shards() == 1
     place = Placement(
-        -1, over=("fsdp",), splits=((-2, "tensor"),), on_rank_zero="expert"
+        Sharding(-1, over=("fsdp",)),
+        part=Part(splits=((-2, "tensor"),), on_rank_zero="expert"),
     )
     assert place.differs_over() == ("fsdp", "tensor", "expert")
-    assert Placement(None).differs_over() == ()
+    assert Placement(Sharding(None)).differs_over() == ()
 
 
 def test_what_four_bits_stand_for_takes_no_gradient():
     """Which would be added to the tables of codes, and be the weight's own."""
     four_bit: Any = SimpleNamespace(decode=lambda full: 2 * full)
-    place = Placement(-1, four_bit=four_bit, decoded_to=jnp.dtype("bfloat16"))
+    place = Placement(
+        Sharding(-1), weight=Weight(four_bit=four_bit, decoded_to=jnp.dtype("bfloat16"))
+    )
     decoded, pullback = jax.vjp(place.decoded, jnp.ones(3))
     assert decoded.dtype == jnp.bfloat16
     np.testing.assert_array_equal(decoded, [2, 2, 2])
     (grad,) = pullback(jnp.ones_like(decoded))
     np.testing.assert_array_equal(grad, np.zeros(3))
-    assert Placement(-1).decoded(decoded) is decoded
+    assert Placement(Sharding(-1)).decoded(decoded) is decoded
 
 
 def test_hosted_shards_are_fetched_and_others_stay_where_they_are():
     x = jnp.ones(4)
-    assert Placement(-1).fetched(x) is x
+    assert Placement(Sharding(-1)).fetched(x) is x
     there = jax.device_put(x, jax.memory.Space.Host)
     assert on_host(there)
     assert not on_host(x)
     assert on_device(x) is x
     assert not on_host(on_device(there))
-    assert not on_host(Placement(-1, hosted=True).fetched(there))
-    assert on_host(Placement(-1).fetched(there))
+    assert not on_host(Placement(Sharding(-1, hosted=True)).fetched(there))
+    assert on_host(Placement(Sharding(-1)).fetched(there))
     assert memory_kinds.typed_as_device(x) is x
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 import jshard
 from jshard.sharding.layout import layer_dims as layers
 from jshard.sharding.layout.padding import Padding, padded_dim
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Part, Placement, Sharding
 from jshard.sharding.layout.specs import (
     LOOKED_UP,
     follow,
@@ -157,36 +157,38 @@ def test_annotated_dimensions_keep_their_axes():
     assert is_annotated(variable)
     assert not is_annotated(param(8))
     assert find(variable, mesh) == (-1, None)
-    assert param_spec(variable, Placement(-1), mesh) == P("model", "fsdp")
-    assert param_spec(variable, Placement(None), mesh) == P("model")
+    assert param_spec(variable, Placement(Sharding(-1)), mesh) == P("model", "fsdp")
+    assert param_spec(variable, Placement(Sharding(None)), mesh) == P("model")
     # Padding takes what is free; axes of jshard's own, or of no mesh, take nothing.
     assert find(param(9, 9, out_sharding=("model", None)), mesh)[0] == -1
     for axis in ("fsdp", "other"):
         assert find(param(8, 8, out_sharding=(axis, None)), mesh) == (-2, None)
     both = param(8, 8, 8, out_sharding=(None, ("model", "other"), None))
-    assert param_spec(both, Placement(-3), mesh) == P("fsdp", ("model",))
+    assert param_spec(both, Placement(Sharding(-3)), mesh) == P("fsdp", ("model",))
 
 
 def test_a_spec_names_each_dimension_up_to_the_last_that_is_split():
     mesh = mesh_of(replica=2, fsdp=2)
     layered = param(3, 4, 4, in_layer=(("kernel",),))
-    assert param_spec(param(4, 4), Placement(-2), mesh) == P("fsdp")
-    assert param_spec(param(4, 4), Placement(-1), mesh) == P(None, "fsdp")
-    assert param_spec(layered, Placement(-2), mesh) == P(None, "fsdp")
-    assert param_spec(param(4, 4), Placement(None), mesh) == P()
+    assert param_spec(param(4, 4), Placement(Sharding(-2)), mesh) == P("fsdp")
+    assert param_spec(param(4, 4), Placement(Sharding(-1)), mesh) == P(None, "fsdp")
+    assert param_spec(layered, Placement(Sharding(-2)), mesh) == P(None, "fsdp")
+    assert param_spec(param(4, 4), Placement(Sharding(None)), mesh) == P()
     tensor = mesh_of(fsdp=2, tensor=2)
     shards = P(("fsdp", "tensor"))
-    assert param_spec(param(4), Placement(-1), tensor) == shards
-    split = Placement(-2, splits=((-1, "tensor"),), over=("fsdp",))
+    assert param_spec(param(4), Placement(Sharding(-1)), tensor) == shards
+    split = Placement(Sharding(-2, over=("fsdp",)), part=Part(splits=((-1, "tensor"),)))
     assert param_spec(param(4, 4), split, tensor) == P("fsdp", "tensor")
     # A shard of a device's part, along the same dimension.
-    same = Placement(-1, splits=((-1, "tensor"),), over=("fsdp",))
+    same = Placement(Sharding(-1, over=("fsdp",)), part=Part(splits=((-1, "tensor"),)))
     assert param_spec(param(4, 4), same, tensor) == P(None, ("tensor", "fsdp"))
-    whole = Placement(None, splits=((-2, "tensor"),), over=("fsdp",))
+    whole = Placement(
+        Sharding(None, over=("fsdp",)), part=Part(splits=((-2, "tensor"),))
+    )
     assert param_spec(param(4, 4), whole, tensor) == P("tensor")
     annotated = param(3, 4, 4, in_layer=(("kernel",),), out_sharding=("model",))
     automatic = mesh_of(fsdp=2, model=2)
-    spec = param_spec(annotated, Placement(-1), automatic)
+    spec = param_spec(annotated, Placement(Sharding(-1)), automatic)
     assert spec == P(None, "model", "fsdp")
 
 

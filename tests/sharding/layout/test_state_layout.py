@@ -50,11 +50,12 @@ def test_sums_are_over_the_axes_that_do_not_shard():
     policy = jshard.Policy(min_shard_elements=17)
     layout, _ = layout_of(policy, replica=2, fsdp=2, context=2)
     kernel, bias = layout.places[KERNEL], layout.places[BIAS]
-    assert (kernel.dim, kernel.sum_over, kernel.sum_at) == (-2, ("replica",), "unit")
+    assert kernel.sharding.dim == -2
+    assert (kernel.gradient.sum_over, kernel.gradient.sum_at) == (("replica",), "unit")
     # A replicated parameter's gradient is summed over all, once per step.
-    assert bias.dim is None
-    assert bias.sum_over == ("replica", "fsdp", "context")
-    assert bias.sum_at == "step"
+    assert bias.sharding.dim is None
+    assert bias.gradient.sum_over == ("replica", "fsdp", "context")
+    assert bias.gradient.sum_at == "step"
 
 
 @pytest.mark.parametrize(
@@ -70,13 +71,13 @@ def test_sums_are_over_the_axes_that_do_not_shard():
 def test_what_a_step_adds_up_is_summed_at_its_end(knobs, mesh, when):
     policy = jshard.Policy(min_shard_elements=0, **knobs)
     layout, _ = layout_of(policy, Layers, nnx.Param, **mesh)
-    assert {place.sum_at for place in layout.places.values()} == {when}
+    assert {place.gradient.sum_at for place in layout.places.values()} == {when}
     # Of a pipeline that is so whatever the policy.
     policy = dataclasses.replace(policy, accumulate=1, defer_scatter=False)
     mesh = jshard.make_mesh(**mesh)
     state = jshard.FSDP(jshard.make_mesh(), policy).abstract_state(Layers, SGD)
     places = Layout.of(state, policy, mesh).places.values()
-    assert {place.sum_at for place in places} == {
+    assert {place.gradient.sum_at for place in places} == {
         "step" if "pipe" in mesh.shape else "unit"
     }
 
@@ -86,20 +87,25 @@ def test_only_what_is_trained_and_has_a_derivative_has_a_gradient():
     policy = jshard.Policy(min_shard_elements=0, precision=half)
     kernels = nnx.All(nnx.Param, lambda path, _: "kernel" in path)
     layout, state = layout_of(policy, wrt=kernels)
-    trainable = {path: place.trainable for path, place in layout.places.items()}
+    trainable = {
+        path: place.gradient.trainable for path, place in layout.places.items()
+    }
     assert trainable == {KERNEL: True, BIAS: False, COUNT: False}
     wires = {
-        path: (place.gather, place.compute, place.reduce)
+        path: (place.weight.gather, place.weight.compute, place.gradient.reduce)
         for path, place in layout.places.items()
     }
     assert wires[KERNEL] == wires[BIAS] == ("bfloat16", "float16", "float32")
     assert wires[COUNT] == (None, "int32", None)  # as they are
     integers = dataclasses.replace(state, params=state.frozen, frozen=state.params)
     places = Layout.of(integers, policy, layout.mesh).places
-    assert not places[COUNT].trainable
-    assert places[BIAS].trainable
+    assert not places[COUNT].gradient.trainable
+    assert places[BIAS].gradient.trainable
     places = layout_of(jshard.Policy(min_shard_elements=0))[0].places
-    assert (places[KERNEL].gather, places[KERNEL].compute) == (None, "float32")
+    assert (places[KERNEL].weight.gather, places[KERNEL].weight.compute) == (
+        None,
+        "float32",
+    )
 
 
 def test_adapters_are_not_gathered_in_one_byte():
@@ -111,9 +117,13 @@ def test_adapters_are_not_gathered_in_one_byte():
     small = jshard.Precision(gather="int8", compute="bfloat16")
     policy = jshard.Policy(min_shard_elements=0, precision=small)
     layout, _ = layout_of(policy, make, nnx.LoRAParam)
-    gathers = {place.gather for place in layout.places.values() if place.trainable}
+    gathers = {
+        place.weight.gather
+        for place in layout.places.values()
+        if place.gradient.trainable
+    }
     assert gathers == {jnp.dtype("bfloat16")}
-    assert {place.gather for place in layout.places.values()} > gathers
+    assert {place.weight.gather for place in layout.places.values()} > gathers
 
 
 @pytest.mark.parametrize("offload", [None, "optimizer", "all"])
@@ -126,7 +136,7 @@ def test_what_is_sharded_is_offloaded_and_nothing_else(offload):
     assert in_host(found.opt_state) == in_host(found.ema) == [bias, kernel]
     assert in_host(found.params) == [bias, offload == "all"]
     assert not any(in_host((found.step, found.model_state, found.frozen)))
-    hosted = {path for path, place in layout.places.items() if place.hosted}
+    hosted = {path for path, place in layout.places.items() if place.sharding.hosted}
     assert hosted == ({KERNEL} if offload == "all" else set())
     abstract = jax.tree.leaves(layout.abstract(state))
     assert [x.sharding for x in abstract] == jax.tree.leaves(found)
@@ -153,11 +163,11 @@ def test_weights_that_a_step_gathers_once_have_no_shards_in_it():
     layout, _ = layout_of(jshard.Policy(min_shard_elements=0))
     assert not layout.gathered_once(KERNEL)
     assert layout.gathered() == layout
-    assert layout.whole().places[KERNEL].whole
-    assert not layout.places[KERNEL].whole
+    assert layout.whole().places[KERNEL].part.whole
+    assert not layout.places[KERNEL].part.whole
     layout, _ = layout_of(jshard.Policy(min_shard_elements=0, defer_scatter=True))
     assert layout.gathered_once(KERNEL)
-    assert {place.dim for place in layout.gathered().places.values()} == {None}
+    assert {place.sharding.dim for place in layout.gathered().places.values()} == {None}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +186,7 @@ def test_a_state_padded_for_another_mesh_is_refused():
     policy = jshard.Policy(min_shard_elements=0)
     layout, state = layout_of(policy, Odd)
     place = layout.places[KERNEL]
-    assert (place.dim, place.exact) == (-1, (-1, 9))
+    assert (place.sharding.dim, place.sharding.exact) == (-1, (-1, 9))
     with pytest.raises(
         jshard.UserError, match=r"'up\.kernel' of the state is not sharded"
     ):

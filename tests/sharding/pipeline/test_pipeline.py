@@ -106,9 +106,10 @@ def test_a_step_sums_over_replicas_at_its_end():
     fsdp = jshard.FSDP(mesh, policy_of(1))
     state = fsdp.abstract_state(Layers, optax.sgd(0.1))
     places = Layout.of(state, fsdp.policy, mesh).places.values()
-    assert {(place.sum_at, "replica" in place.sum_over) for place in places} == {
-        ("step", True)
-    }
+    assert {
+        (place.gradient.sum_at, "replica" in place.gradient.sum_over)
+        for place in places
+    } == {("step", True)}
 
 
 @pytest.mark.slow  # by default those of a model with gradients, below

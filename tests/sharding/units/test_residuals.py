@@ -10,14 +10,14 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jshard
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement, Sharding
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units import layers
 from jshard.sharding.units.linearize import Inputs, Layer, trace_layer
 from jshard.sharding.units.stack import segments_of
 
 LENGTH, EXAMPLES, WIDTH, HIDDEN = 5, 3, 4, 7
-PLACES = [Placement(None), Placement(None)]
+PLACES = [Placement(Sharding(None)), Placement(Sharding(None))]
 X, UP = (EXAMPLES, WIDTH), (EXAMPLES, HIDDEN)
 
 
@@ -112,12 +112,12 @@ def test_the_first_k_layers_alone_are_recomputed(first_k):
     policy = UnitPolicy("full", first_k=first_k)
     runs = layers.spans(policy, LENGTH)
     traced = trace_layer(layer, inputs(), PLACES)
-    segments, _ = segments_of(traced, PLACES, policy, runs, prefetch=False)
+    segments = segments_of(traced, PLACES, policy, runs, prefetch=False)
     full, none, consts = POLICIES["full"][1], POLICIES["none"][1], traced[1].consts
     of_layers = [
-        kept(made, consts)
-        for start, stop, made, *_ in segments
-        for _ in range(start, stop)
+        kept(segment.layer, consts)
+        for segment in segments
+        for _ in range(segment.length)
     ]
     first = LENGTH if first_k is None else min(first_k, LENGTH)
     assert of_layers == [full] * first + [none] * (LENGTH - first)

@@ -16,7 +16,7 @@ from jshard.sharding.collectives.gather import gather
 from jshard.sharding.collectives.quantized import power_of_two
 from jshard.sharding.float8.products import Float8
 from jshard.sharding.float8.weights import in_float8
-from jshard.sharding.layout.placement import Placement
+from jshard.sharding.layout.placement import Placement, Sharding, Weight
 
 E4M3 = ml_dtypes.float8_e4m3fn
 # Shapes, and dimensions that products sum over: of a linear layer, and of attention's
@@ -80,11 +80,14 @@ def test_a_weight_is_rounded_alike_on_any_number_of_devices(kind, devices, dim):
     for seed, (shape, over) in enumerate(WEIGHTS):
         x = values((layers, *shape), seed)
         given.append(x)
-        place = Placement(dim, float8=kind, summed=over)
+        place = Placement(Sharding(dim), weight=Weight(float8=kind, summed=over))
         spec: list[Any] = [None] * x.ndim
         if dim is not None:
             missing = -shape[dim] % devices
-            place = Placement(dim, (dim, shape[dim]), float8=kind, summed=over)
+            place = Placement(
+                Sharding(dim, exact=(dim, shape[dim])),
+                weight=Weight(float8=kind, summed=over),
+            )
             x = np.pad(x, [(0, missing * (d == x.ndim + dim)) for d in range(x.ndim)])
             spec[dim] = "fsdp"
         shards.append(x)

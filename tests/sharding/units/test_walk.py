@@ -1,6 +1,7 @@
 """The ways of a weight, a gradient and an activation: few frames, those of the docs."""
 
 import re
+import runpy
 import traceback
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jshard.system.compat import jaxprs
 
 ROOT = Path(jshard.__file__).parent
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
+ROOMS = runpy.run_path(str(PAGE.with_name("rooms.py")))
 
 
 class Model(nnx.Module):
@@ -57,7 +59,7 @@ def frames(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[list
     return [walk[start:] for walk, start in zip(walks, starts, strict=False)]
 
 
-START = "sharding/step/step.py: train_step"
+START = "sharding/step/step.py: train"
 
 
 WALKS = {
@@ -81,6 +83,14 @@ def test_a_gather_is_six_frames_and_four_files_from_the_step(monkeypatch):
     assert found[-1] == "sharding/collectives/gather.py: all_gather"
     assert len(found) <= 6
     assert len({frame.split(":")[0] for frame in found}) <= 4
+
+
+@pytest.mark.parametrize("heading", WALKS)
+def test_a_walk_from_the_step_goes_down(monkeypatch, heading):
+    order = [*ROOMS["order"]()]
+    files = [frame.split(":")[0] for frame in walk(monkeypatch, heading)]
+    levels = [order.index(ROOMS["room"](Path("jshard") / file)) for file in files]
+    assert levels == sorted(levels, reverse=True)
 
 
 @pytest.mark.parametrize("heading", WALKS)

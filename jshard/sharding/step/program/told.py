@@ -1,6 +1,5 @@
 """What a step's program does with weights that a user should know, as warnings."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from jshard.sharding.settings.scopes import ALL_GATHER
 from jshard.sharding.units.dataflow import dependencies, union
 from jshard.sharding.units.outside.shards import READ
 from jshard.system.compat import jaxprs
-from jshard.system.errors import some_of
+from jshard.system.errors import some_of, warn
 
 # Primitives that give a parameter its place, shape or dtype, and no other value.
 _KEEPS = {
@@ -43,11 +42,10 @@ def tell_of_reads(reads: list[tuple[str, str]], program: core.ClosedJaxpr) -> No
     (name, line), *more = reversed(names.items())
     others = some_of([repr(name) for name, _ in more], limit=3)
     others = f"; so are {len(more)} more: {others}" if more else ""
-    warnings.warn(
+    warn(
         f"parameter {name!r} is read outside of its unit, or handed to a transform "
         f"({line}): it is gathered there, whole, each time; to gather once, read it "
-        f"from jshard.gathered(unit){others}",
-        stacklevel=2,
+        f"from jshard.gathered(unit){others}"
     )
 
 
@@ -98,18 +96,17 @@ def say_what_is_written(
     names = []
     for i, value in zip(sorted(of_written), found, strict=True):
         place = layout.places[paths[i]]
-        if place.four_bit or place.float8:  # read, they are computed
+        if place.weight.four_bit or place.weight.float8:  # read, they are computed
             value &= ~computed
         if value != 1 << i:
             names.append(repr(".".join(map(str, paths[i]))))
     if names:
         more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-        warnings.warn(
+        warn(
             f"loss_fn changes parameter {names[0]}{more} until the step's end: the "
             "optimizer goes on from the old value; to keep the new one, make it a "
             "Variable that is no nnx.Param, or change the state between steps (docs: "
-            "A teacher beside a student)",
-            stacklevel=2,
+            "A teacher beside a student)"
         )
     wanted = [i < number for i in range(len(traced.jaxpr.outvars))]
     return jaxprs.without_unused(traced, wanted), tuple(shapes)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
@@ -30,7 +31,6 @@ from jshard.system.compat.jaxprs import (
     groups_of,
     has,
     open_inner,
-    replay,
     scopes_of,
 )
 from jshard.system.compat.programs import lines
@@ -54,7 +54,7 @@ def tracing() -> Iterator[list[tuple[str, str]]]:
 
 def once_checked(
     traced: Any, shapes: Any, layout: Layout, arrays: ModelArrays, inputs: tuple
-) -> tuple[Callable, "Needs"]:
+) -> "Forward":
     """Checks a forward, and returns it as a function.
 
     Args:
@@ -64,11 +64,6 @@ def once_checked(
       layout: of the parameters in ``arrays``.
       arrays: as one device has them.
       inputs: its examples, and maybe the index of the micro-batch.
-
-    Returns:
-      ``forward``, with the arguments of ``run``, which returns what has gradients, the
-      totals of the loss's terms and the counts that are trained, and (Means, next
-      state); and what the counts depend on.
 
     Raises:
       UserError: a weight, or a part of the next state, may differ by device, or the
@@ -95,15 +90,38 @@ def once_checked(
                     "leave axis_name out; callbacks: keep their results out of the "
                     "state)"
                 )
-    run, needs = replay(traced, shapes), needs_of_counts(traced.jaxpr, shapes, arrays)
+    needs = needs_of_counts(traced.jaxpr, shapes, arrays)
+    return Forward(core.jaxpr_as_fun(traced), traced, shapes, needs)
 
-    def forward(*args: Any) -> tuple[tuple[list, list], tuple]:
-        loss, metrics, _, after = run(*args)
-        means = [mean for _, mean in loss.terms]
-        trained = [m.count for m, yes in zip(means, needs.params, strict=True) if yes]
-        return ([m.total for m in means], trained), (Means(loss, metrics), after)
 
-    return forward, needs
+class Forward(NamedTuple):
+    """A forward that was traced and checked: ``forward(*arrays, *inputs)``.
+
+    Attributes:
+      run: evaluates the program: leaves of the arguments to leaves of the results.
+      program: as it was traced.
+      shapes: the abstract results: the loss, the named Means, the weights of terms that
+        the step computes, and the next state.
+      needs: what the counts of the loss depend on.
+    """
+
+    run: Callable[..., list]
+    program: core.ClosedJaxpr
+    shapes: Any
+    needs: "Needs"
+
+    def __call__(self, *args: Any) -> tuple[tuple[list, list], tuple[Means, Any]]:
+        """Returns what has gradients, and (Means, next state).
+
+        The former are the totals of the loss's terms, and the counts that are trained.
+        """
+        leaves = map(jnp.asarray, self.run(*jax.tree.leaves(args)))
+        results = jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
+        loss, metrics, _, after = results
+        terms = zip(loss.terms, self.needs.params, strict=True)
+        trained = [mean.count for (_, mean), yes in terms if yes]
+        totals = [mean.total for _, mean in loss.terms]
+        return (totals, trained), (Means(loss, metrics), after)
 
 
 class Needs(NamedTuple):

@@ -91,7 +91,7 @@ def _gather_before(
     shards: list[jax.Array], places: list[Placement], x: Any
 ) -> tuple[list[jax.Array], Any]:
     """Gathers; the gradient of ``x`` waits for the reduce-scatter of the shards'."""
-    trained = [place.trainable for place in places]
+    trained = [place.gradient.trainable for place in places]
 
     @jax.custom_vjp
     def run(shards, x):

@@ -1,4 +1,4 @@
-"""A parameter inside a step: this device's shard, which reads as the full weight.
+"""A parameter inside a step: this device's shard, in place of the full weight.
 
 In a step's model, the Variable of each parameter holds a Shard. A unit reads the shard
 itself (``shard_of``), gathers it when the unit is called, and drops the full weight
@@ -43,6 +43,19 @@ def noting_reads() -> Iterator[list[tuple[str, str]]]:
         yield reads
 
 
+# What a user sees of a Shard, outside of the unit that owns the parameter:
+#
+#   kernel[...], kernel + x, jnp.sum(kernel), kernel.T   the full weight, gathered
+#   jax.tree, nnx.state, what transforms are handed      the full weight, gathered
+#   kernel.shape, .dtype, .ndim, .size                   those of the full weight
+#   kernel[...] = weight                                 is taken: no Shard is left
+#   kernel[i] = x                                        UserError
+#   kernel.get_raw_value()                               the Shard
+#   a private attribute (kernel._x)                      AttributeError
+#
+# Shapes and dtypes gather nothing. A gather outside of a unit is told, once.
+
+
 @dataclasses.dataclass(frozen=True)
 class Shard:
     """The value of a parameter's Variable, in place of its array."""
@@ -53,7 +66,7 @@ class Shard:
 
     def whole(self) -> jax.Array:
         """Returns the gathered weight, for a read outside the parameter's unit."""
-        if self.place.dim is None:
+        if self.place.sharding.dim is None:
             return self.gathered()
         reads = _READS.get()
         scope = READ.format(len(reads))

@@ -5,14 +5,13 @@ import math
 import os
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import jax
 
 from jshard.system.cli.machine.address_space import check_address_space
 from jshard.system.compat.plugin_log import FAILED
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
 COMPILED = "compiled"  # programs in the folder of a run on several hosts
@@ -146,10 +145,9 @@ def cache_compilations(run: Path | None = None) -> None:
                 raise PermissionError("it belongs to another user, and programs run")
             tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        warnings.warn(
+        warn(
             f"compiled programs are not cached: cannot use {folder} ({error}); "
-            "set JAX_COMPILATION_CACHE_DIR to a folder that can be written",
-            stacklevel=1,
+            "set JAX_COMPILATION_CACHE_DIR to a folder that can be written"
         )
         jax.config.update("jax_enable_compilation_cache", False)
         return

@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import importlib.util
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jshard.recipe.config.settings import LoggerSettings
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 from jshard.training.run.background import PATIENCE, Background
 
 _REST = 1.0  # seconds between requests
@@ -109,10 +108,9 @@ class Loggers:
         for name, thread in list(self._threads.items()):
             if not thread.close(max(until - time.monotonic(), 0.0)):
                 del self._threads[name]
-                warnings.warn(
+                warn(
                     f"{name} has not answered for {PATIENCE:.0f} s: the run ends "
-                    "without it, and what it was given last may be missing there",
-                    stacklevel=4,
+                    "without it, and what it was given last may be missing there"
                 )
         self._leave_out()
 
@@ -125,7 +123,7 @@ class Loggers:
 
 
 def _warn(name: str, error: Exception) -> None:
-    warnings.warn(f"{name}: {_why(error)}; training continues without it", stacklevel=5)
+    warn(f"{name}: {_why(error)}; training continues without it")
 
 
 def _why(error: Exception) -> str:
