@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jshard.data import loader_processes, stream_state
-from jshard.data.batches import _pad, _repeated, _rows
+from jshard.data.batches import _filled_up, _rows
 from jshard.data.examples import count_items, stack
 from jshard.data.iterables import as_stream
 from jshard.data.mixture import is_mixture, mix, parse_mixture
@@ -152,12 +152,8 @@ def test_a_process_has_its_rows_and_padding_has_no_weight():
         [2, 3],
         [4, 5],
     ]
-    assert _repeated({"x": np.array([7])}, 3)["x"].tolist() == [7, 7, 7]
-    weigh = lambda i: {"x": i, "weights": np.float32(1)}
-    padded = _pad(grain.MapDataset.range(3).map(weigh), 5)
-    found: Any = [padded[i] for i in range(5)]
-    assert [x["x"] for x in found] == [0, 1, 2, 2, 2]
-    assert [float(x["weights"]) for x in found] == [1, 1, 1, 0, 0]
+    filled = _filled_up(grain.MapDataset.range(3), 5)
+    assert [int(filled[i]) for i in range(5)] == [0, 1, 2, 2, 2]
 
 
 def test_functions_take_no_arguments_or_two():

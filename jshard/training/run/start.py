@@ -79,6 +79,7 @@ def find_start(
     abstract_state: TrainState | None = None,
     held: int | None = None,
     copies: LocalCopies | None = None,
+    *,
     shown: str = "",
 ) -> Start:
     """Finds the run's newest complete checkpoint, without writing anything.
