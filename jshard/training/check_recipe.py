@@ -144,7 +144,8 @@ def _prepare_evaluation(
         keys = text_keys(run.job.config)
         tasks = RunTasks(run.settings, keys, run.job.fsdp, run.abstract_state)
     run.peers.at("reading the first evaluation batch", start.step)
-    return prepare_evaluation(run, data, tasks=tasks)
+    best = run.settings.checkpoint.best
+    return prepare_evaluation(run, data, tasks=tasks, best=best)
 
 
 def _cause_finder(

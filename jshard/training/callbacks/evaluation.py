@@ -67,11 +67,12 @@ def prepare_evaluation(
     data: Sets | None,
     steps: dict[Any, Any] | None = None,
     tasks: RunTasks | None = None,
+    best: str = "",
 ) -> Callable[[TrainState], dict[str, float]]:
     """Makes a recipe's evaluation, and traces it without computing anything.
 
-    `steps` holds evaluation steps that were made before, by their loss, and `tasks`
-    what else to score.
+    `steps` holds evaluation steps that were made before, by their loss, `tasks` what
+    else to score, and `best` names the metric that the best checkpoint has.
 
     Returns:
       A function from a state to the means over all examples: `eval_loss` and so on,
@@ -80,7 +81,7 @@ def prepare_evaluation(
 
     Raises:
       UserError: The data cannot be evaluated on, two metrics have one name, or
-        `checkpoint.best` names none of them.
+        `best` names none of them.
     """
     fsdp, loss_fn, process = run.job.fsdp, run.job.recipe.loss_fn, dict(run.reader())
     steps = {} if steps is None else steps
@@ -142,7 +143,7 @@ def prepare_evaluation(
     any_set = next(iter(traced.values()))
     own = {"": ("loss", *any_set.metrics, *(tasks.names if tasks else ()))}
     own |= {name: ("loss", *means.metrics) for name, means in traced.items() if name}
-    _check_names(own, run.settings.checkpoint.best, run.abstract_state.ema is not None)
+    _check_names(own, best, run.abstract_state.ema is not None)
     return evaluate
 
 
