@@ -143,7 +143,6 @@ ACCEPTED = {
     ),
     "noise": optax.noisy_sgd(1e-3, key=0),
     "of all gradients": optax.contrib.prodigy(1.0),
-    "fixed shapes": of_each(lambda g, p: g.reshape(-1, 7).reshape(g.shape)),
     "injected": optax.inject_hyperparams(optax.adamw, static_args="mask")(
         1e-3, mask=by_path
     ),
@@ -158,6 +157,12 @@ ACCEPTED = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_keeps_layers_apart_is_taken_as_it_is(name):
     check_layers(ACCEPTED[name], PARAMS)
+
+
+def test_what_tiny_arrays_cannot_answer_is_said():
+    sevens = of_each(lambda g, p: g.reshape(-1, 7).reshape(g.shape))
+    with pytest.warns(UserWarning, match="is not known: for tiny arrays it raises"):
+        check_layers(sevens, PARAMS)
 
 
 @pytest.mark.slow  # test_whole_layers.py has layers of layers
