@@ -36,7 +36,14 @@ from jail import check_jail, jailed
 
 REPOSITORY = Path(__file__).parents[1]
 EQUAL = REPOSITORY / "tests" / "equal_mutants.txt"
-ROOMS = ("layout", "collectives", "optim", "checkpoint", "data", "nn")
+ROOMS = (
+    "sharding/layout",
+    "sharding/collectives",
+    "sharding/update",
+    "storage/checkpoint",
+    "data",
+    "nn",
+)
 # What a maintainer mistakes. Others (`+` for `**`) fail in the first test that runs
 # them, or are within annotations (`int | None`), which nothing runs.
 OPERATORS = re.compile(
@@ -67,6 +74,10 @@ def copy_to(folder: Path) -> None:
     for name in filter(None, names.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / name, folder / name, follow_symlinks=False)
+
+
+def _file_name(room: str) -> str:
+    return room.replace("/", "_")
 
 
 def test_command(room: str) -> list[str]:
@@ -142,7 +153,7 @@ def make(folder: Path, room: str, session: Path, count: int, seed: int) -> None:
         raise SystemExit(f"tests/{room} fails as it is:\n{done.stdout[-2000:]}")
     files = sorted((folder / "jshard" / room).rglob("*.py"))
     modules = json.dumps([str(file.relative_to(folder)) for file in files])
-    config = folder / f"{room}.toml"
+    config = folder / f"{_file_name(room)}.toml"
     words = {
         "modules": modules,
         "command": json.dumps(shlex.join(command)),
@@ -181,7 +192,7 @@ def report(sessions: Path, rooms: list[str]) -> int:
     """Prints each room's score, and what stayed green; gives how many did."""
     known, made, red, same = equal(), 0, 0, 0
     for room in rooms:
-        found = results(sessions / f"{room}.sqlite").values()
+        found = results(sessions / f"{_file_name(room)}.sqlite").values()
         changes = sorted(change_of(x.diff) for x in found if not x.is_killed)
         green = [change for change in changes if change not in known]
         print("\n\n".join(green), end="\n\n" if green else "")
@@ -212,9 +223,9 @@ def main() -> None:
         sessions.mkdir(parents=True, exist_ok=True)
 
         def in_a_copy(room: str) -> None:
-            folder = Path(scratch) / room
+            folder = Path(scratch) / _file_name(room)
             copy_to(folder)
-            session = sessions / f"{room}.sqlite"
+            session = sessions / f"{_file_name(room)}.sqlite"
             make(folder, room, session, options.count, options.seed)
 
         if not options.report:
