@@ -59,9 +59,7 @@ WRAPPED = {
     "in per_layer": lambda: jshard.optim.per_layer(
         jshard.optim.bf16_moments(optax.lamb(1e-3))
     ),
-    "in per_layer, with matrices": lambda: jshard.optim.per_layer(
-        jshard.optim.bf16_moments(optax.contrib.muon(1e-3))
-    ),
+    "around matrices": lambda: jshard.optim.bf16_moments(jshard.optim.muon(1e-3)),
     "around a mask": lambda: jshard.optim.bf16_moments(
         optax.masked(optax.adamw(1e-3), matrices)
     ),

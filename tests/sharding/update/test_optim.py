@@ -124,7 +124,8 @@ def times_value() -> optax.GradientTransformationExtraArgs:
 
     def update(updates, state, params=None, *, value, **extra):
         del params, extra
-        cubed = lambda g: g @ g.T @ g * value if g.ndim == 2 else g * value
+        cube = jshard.optim.whole_layers(lambda g: g @ g.T @ g)
+        cubed = lambda g: cube(g) * value if g.ndim == 2 else g * value
         return jax.tree.map(cubed, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
