@@ -20,7 +20,7 @@ from typing import NoReturn
 from jshard.system.cli.machine.address_space import lacks_memory, memory_advice
 from jshard.system.cli.terminal import open_outputs, show
 from jshard.system.cli.user_code import describe_user_error
-from jshard.system.compat.plugin_log import LOGGER, in_one_line
+from jshard.system.compat.plugin_log import LOGGER, note_of
 from jshard.system.errors import Interrupted, Preempted, RunFailed, UserError
 from jshard.system.formatting import one_line, printable
 
@@ -40,7 +40,7 @@ def run_command(command: Callable[[list[str]], None]) -> None:
       command: called with the arguments after the program's name.
     """
     open_outputs()
-    logging.getLogger(LOGGER).addFilter(in_one_line)
+    logging.getLogger(LOGGER).addFilter(_show_note)
     warnings.formatwarning = _format_warning
     try:
         command(sys.argv[1:])
@@ -56,6 +56,13 @@ def run_command(command: Callable[[list[str]], None]) -> None:
         line, lines = described
         show(lines, error=True, end="")
         _exit(1, f"error: {line}")
+
+
+def _show_note(record: logging.LogRecord) -> bool:
+    """Shows what a record of a failed plugin says, in its place; passes others on."""
+    if note := note_of(record):
+        show(f"jshard: {note}", error=True)
+    return not note
 
 
 def _reader_left() -> bool:
