@@ -300,7 +300,7 @@ def load_balancing_loss(load: Load, tokens: jax.Array | int) -> jshard.Mean:
 
 
 def correct(router: Router, load: Load, rate: float) -> None:
-    """Moves experts' corrections towards an even load, once a step.
+    """Moves experts' corrections towards an even load, once per step.
 
     Algorithm 1 of Wang et al. 2024 (arXiv:2408.15664): those with fewer tokens than the
     mean gain ``rate``, those with more lose it. The tokens are those of the whole step,

@@ -13,15 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import jshard
+from damage import json_text, read_or_refuse
 from damaged_files import (
     JSON_READERS,
     READERS,
     WHOLE_READERS,
     chat_reader,
     checkpoint_reader,
-    json_text,
     manifest_reader,
-    read_or_refuse,
     tensors_reader,
 )
 from hostile_files import CONTENT_READERS, SLOW_READERS

@@ -3,7 +3,8 @@
 import pytest
 
 import jshard
-from damaged_files import json_text, manifest_reader, tensors_reader
+from damage import json_text
+from damaged_files import manifest_reader, tensors_reader
 from jshard.storage.checkpoint import manifest
 from jshard.storage.hub.safetensors_file import find_tensors
 from jshard.storage.hub.safetensors_write import INDEX, SINGLE

@@ -116,8 +116,8 @@ def equations(
 
     A loop whose end is known only when it runs counts once, unless it is of rounds that
     only an uneven choice of experts needs. A device of a pipeline takes each branch of
-    its schedule once a micro-batch and stage, of which it has ``per_device``; what the
-    first and the last stage alone do counts, too.
+    its schedule once per micro-batch and stage, of which it has ``per_device``; what
+    the first and the last stage alone do counts, too.
     """
     for eqn in jaxpr.eqns:
         yield eqn, times

@@ -4,25 +4,21 @@ A reader is a function that writes valid files to a folder and returns the file 
 damage, a strategy for its content, and what reads it.
 """
 
-import copy
 import functools
 import gzip
 import json
 import shutil
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
-from hypothesis import strategies as st
 
 import jshard
 from checkpoints import make_state
+from damage import changed_bytes, changed_json, json_text
 from jshard import export, inspect
 from jshard.data.files.record_forms import with_records
 from jshard.data.text.corpus import split_corpus
@@ -37,80 +33,8 @@ from jshard.storage.hub import peft
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.safetensors_file import DTYPES, find_tensors
 from jshard.storage.hub.safetensors_write import INDEX, SINGLE
-from jshard.system.cli.command import expected_ending
 from jshard.system.errors import RunFailed
-from jshard.system.formatting import one_line
 from small_tokenizer import CHATML, make_tokenizer
-
-MOST_MEMORY = 2**25
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30])
-    | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(["../x", "/etc/passwd", ".", "a/../../x", "\0", "\ud800", "x"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=5) | st.just("format"), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-
-
-@st.composite
-def changed_json(draw, content: Any) -> str:
-    """JSON with one value, at any depth, replaced by any other or removed."""
-    content = copy.deepcopy(content)
-    place: Any = content
-    while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        key = draw(st.sampled_from(keys))
-        inner = place[key]
-        if not inner or not isinstance(inner, dict | list) or draw(st.booleans()):
-            break
-        place = inner
-    if draw(st.integers(0, 4)):
-        place[key] = draw(VALUES)
-    else:
-        del place[key]
-    return json.dumps(content)
-
-
-@st.composite
-def changed_bytes(draw, content: bytes, head: int) -> bytes:
-    """Bytes cut off, or with up to eight of them replaced, mostly at the beginning."""
-    if draw(st.booleans()):
-        content = content[: draw(st.integers(0, len(content)))]
-    data = bytearray(content)
-    for _ in range(draw(st.integers(0, 3))):
-        if not data:
-            break
-        last = min(head, len(data)) if draw(st.integers(0, 3)) else len(data)
-        at = draw(st.integers(0, last - 1))
-        data[at : at + 8] = draw(st.binary(max_size=8))
-    return bytes(data)
-
-
-def read_or_refuse(read: Callable[[], object]) -> None:
-    tracemalloc.start()
-    try:
-        read()
-    except (jshard.UserError, RunFailed) as error:
-        ending = expected_ending(error)
-    else:
-        ending = 0, ""
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert peak < MOST_MEMORY
-    assert ending
-    assert ending[1] == one_line(ending[1])  # and nothing that controls terminals
-
-
-def json_text(value: object) -> bytes:
-    return json.dumps(value).encode()
 
 
 def tensors_reader(folder: Path):

@@ -292,8 +292,8 @@ def check_found(
 ) -> None:
     """Asserts that the collectives of a compiled step are those expected."""
     assert counted(found) == expected(fsdp, state, reads)
-    # Scalars (counts, losses, norms) are reduced once a step, not once a micro-batch:
-    # neither do the passes that only count.
+    # Scalars (counts, losses, norms) are reduced once per step, not once per
+    # micro-batch: neither do the passes that only count.
     sums = [c for c in found if c.kind == "all-reduce"]
     scalars = [c for c in sums if hlo.is_number(c.operands[0])]
     assert {c.times for c in scalars} == {1}

@@ -18,7 +18,8 @@ import tensorstore
 from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
-from damaged_files import PLACES, VALUES, _adapted, changed_bytes, changed_json
+from damage import VALUES, changed_bytes, changed_json
+from damaged_files import PLACES, _adapted
 from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import FORMATS, EncodedImage
 from jshard.recipe.changes import read_notes

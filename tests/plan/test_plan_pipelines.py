@@ -62,7 +62,7 @@ def test_a_pipeline_is_idle_for_its_bubble_and_sends_in_each_tick(plan, tmp_path
     assert pipeline["exposed_sends"] <= timeline["exposed"]
     phases = timeline["phases"]
     assert phases["backward, layers"] > 2 * phases["forward, layers"] > 0
-    # All that a device computes, once a micro-batch: it is busy but for its waits.
+    # All that a device computes, once per micro-batch: it is busy but for its waits.
     waits = timeline["exposed"] + pipeline["idle"][pipeline["shown"]]
     busy = timeline["busy"]["compute"]
     assert busy + waits + timeline["stragglers"] == pytest.approx(

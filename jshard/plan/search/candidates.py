@@ -138,7 +138,7 @@ def candidates(
 
     Of combinations that yield the same program by construction, one is kept: without
     micro-batches there is no scatter to defer; with one shard, or with whole weights
-    gathered once a step, there is nothing to reshard.
+    gathered once per step, there is nothing to reshard.
 
     Args:
       given: all keys of the user's config.

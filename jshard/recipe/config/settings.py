@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from ml_collections import ConfigDict
 
 from jshard.sharding.settings.policy import BY_MEMORY, Policy
-from jshard.system.cli.knob import knob, knobs
+from jshard.system.cli.knob import Knob, knob, knobs
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def _or_fit(name: str) -> Any:
     field = knobs(Policy)[name]
     help = f"{field.help}; fit: the fastest for which the memory suffices"
     changed = dataclasses.replace(field, also=(FIT, *field.also), help=help)
-    return dataclasses.field(default=field.default, metadata={type(field): changed})
+    return dataclasses.field(default=field.default, metadata={Knob: changed})
 
 
 @dataclasses.dataclass(frozen=True)

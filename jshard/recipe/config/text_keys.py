@@ -1,6 +1,7 @@
 """The keys by which a recipe, if it has them, says how its model reads text."""
 
 import dataclasses
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -20,5 +21,9 @@ class TextKeys:
 
 def text_keys(config: ConfigDict) -> TextKeys:
     """Returns what a recipe's config says of its text."""
-    data, model = config.get("data", {}), config.get("model", {})
-    return TextKeys(data.get("tokenizer"), model.get("vocab_size"))
+
+    def key(group: str, name: str) -> Any:
+        keys = config.get(group)  # which a recipe may use for something else
+        return keys.get(name) if isinstance(keys, ConfigDict) else None
+
+    return TextKeys(key("data", "tokenizer"), key("model", "vocab_size"))

@@ -29,8 +29,8 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
     refused = {
         f"reshard_after_forward={own.reshard_after_forward}": (
             not isinstance(own.reshard_after_forward, bool),
-            "a device gathers its weights for each micro-batch (True), or once a step "
-            "and keeps them (False)",
+            "a device gathers its weights for each micro-batch (True), or once per "
+            "step and keeps them (False)",
         ),
         f"first_k={own.first_k}": (
             own.first_k is not None,

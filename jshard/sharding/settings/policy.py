@@ -161,7 +161,7 @@ class Policy(UnitPolicy):
         False,
         "reshard_after_forward of the root, the modules in no Stack or Unit",
         **_RESHARD,
-        more="By default the root is gathered once a step and kept, which costs the "
+        more="By default the root is gathered once per step and kept, which costs the "
         "memory of its weights; True gathers it again for the backward.",
     )
 
@@ -188,7 +188,7 @@ class Policy(UnitPolicy):
 
     defer_scatter: bool = knob(
         False,
-        "gather weights and scatter gradients once a step, not for each micro-batch",
+        "gather weights and scatter gradients once per step, not for each micro-batch",
         more="This is ``no_sync`` in other libraries. It takes the traffic of one "
         "micro-batch, and memory for all weights and gradients during the step.",
     )

@@ -193,7 +193,7 @@ def check_units(model: nnx.Module, units: Sequence[type]) -> None:
         problem = f"the model has no {unit.__name__}"
         if isinstance(model, unit):
             problem = f"only the model itself is a {unit.__name__}, and modules that "
-            problem += "are in no unit are gathered once a step"
+            problem += "are in no unit are gathered once per step"
         found = some_of(names, limit=12) or "none"
         raise UserError(f"units: {problem}; its submodules are of types {found}")
 

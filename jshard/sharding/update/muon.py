@@ -41,8 +41,9 @@ def muon(
 
     In a Stack an all-to-all gives each device one of every n matrices that are
     orthogonalized, and another returns the shards; XLA would gather all layers at once.
-    Arguments, updates and state are those of ``per_layer(optax.contrib.muon(...))``.
-    Matrices outside Stacks are left to XLA's partitioner.
+    Arguments, updates and state are those of ``per_layer(optax.contrib.muon(...))``;
+    ``mu_dtype`` and what follows it are given by name. Matrices outside Stacks are left
+    to XLA's partitioner.
     """
     theirs = optax.contrib.muon(
         learning_rate,

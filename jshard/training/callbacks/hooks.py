@@ -132,8 +132,8 @@ class Hooks:
     def ends_after(self, step: int, *, agree: bool = True) -> bool:
         """Returns whether the run is to end after this step, in all processes alike.
 
-        It is asked once a step. Where all processes are here (`agree`), one may ask for
-        all.
+        It is asked once per step. Where all processes are here (`agree`), one may ask
+        for all.
         """
         if not any(self._functions.values()):
             return False

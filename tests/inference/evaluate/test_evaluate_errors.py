@@ -17,7 +17,7 @@ from jshard.inference.evaluate.tasks import load_tasks
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.recipe.config.run_config import check, complete
 from jshard.recipe.config.settings import RunSettings
-from jshard.recipe.config.text_keys import text_keys
+from jshard.recipe.config.text_keys import TextKeys, text_keys
 from jshard.system.errors import UserError
 from tiny_llama import CONFIG
 
@@ -80,6 +80,11 @@ def test_a_run_without_text_has_no_tasks():
     made = state_of(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
     with pytest.raises(UserError, match="eval_tasks: Linear is no decoder"):
         RunTasks(settings, text_keys(config), *made)
+
+
+def test_a_recipe_may_use_the_groups_of_text_for_something_else():
+    config = ConfigDict({"data": "a folder", "model": 7})
+    assert text_keys(config) == TextKeys(None, None)
 
 
 def test_tasks_need_evaluations():

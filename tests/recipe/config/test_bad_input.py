@@ -74,35 +74,6 @@ def misspelt(key: str, rng: random.Random) -> str:
     return key[:at] + key[at + 1 :]
 
 
-@pytest.fixture
-def refused(monkeypatch, capsys):
-    """Runs a command in this process: exit 2, and one line that says what is named."""
-
-    def accepted(*args, **kwargs):
-        raise AssertionError("accepted")
-
-    # Where everything is found good.
-    monkeypatch.setattr(jshard.Trainer, "fit", accepted)
-    monkeypatch.setattr("jshard.training.train_command.make_cpu_devices", accepted)
-    monkeypatch.setattr(jshard.plan.__main__, "make_cpu_devices", accepted)
-    monkeypatch.setattr(jshard.plan.__main__, "search", accepted)
-    monkeypatch.setattr(jshard.plan.topology, "has_plugin", lambda: True)
-    monkeypatch.setattr(jshard.launch.Launcher, "run", accepted)
-
-    def run(command, words, *named):
-        monkeypatch.setattr(sys, "argv", [command.__name__, *words])
-        with pytest.raises(SystemExit) as end:
-            command.main()
-        out, err = capsys.readouterr()
-        assert (end.value.code, out) == (2, ""), words
-        assert err.startswith("jshard: error: "), err[:500]
-        assert err.count("\n") == 1, err
-        assert len(err) < 1500, err
-        assert any(name in err for name in named), (words, err)
-
-    return run
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_good_as_it_is_and_explains_each_key(name):
     with config_of(name) as config:
@@ -173,103 +144,6 @@ def test_the_planner_refuses_the_same(refused):
             setting = f"--config.{key}={rng.choice(bad)}"
             words = ["--config=llama.py:3-8b", "--topology=h100:8", setting]
             refused(jshard.plan.__main__, words, f"--config.{key}=")
-
-
-OPTIONS = {
-    jshard.train: {
-        "config": ("", LONG, "nosuch", URL),
-        "workdir": ("", LONG, URL, "s3://bucket", "hf://me/run"),
-        "coordinator": ("", "a", "a:", "a:0", "a:65536", "a:many", f"{LONG}:1", ":7"),
-        "num_processes": ("", "0", "-1", "many", "nan", "1e3", "1" + "0" * 20, LONG),
-        "process_id": ("", "-1", "2", "many", "nan", "1" + "0" * 20, LONG),
-        "local_device_ids": ("", "a", "-1", "0,0", "0,", "1" + "0" * 20, LONG),
-    },
-    jshard.plan.__main__: {
-        "config": ("", LONG, "nosuch", URL),
-        "topology": (
-            *("", "h100", "h100:", "h100:0", "h100:-8", "h100:9", "h1000:8", LONG),
-            *("h100:many", "h100:" + "9" * 20, "h100:" + "9" * 5000),
-        ),
-        "constants": ("", LONG, "/", "/nosuch", URL),
-        "json": ("", LONG, "/", "/nosuch/file", URL),
-        "html": ("", LONG, "/", "/nosuch/file", URL),
-        "trace": ("", LONG, "/", "/nosuch/file", URL),
-        "hlo": ("", LONG, "/", "/nosuch/file", URL),
-        "search": ("nosuch", LONG),
-        "limit": ("", "0", "-1", "many", "²", "9" * 5000),
-    },
-    jshard.launch: {
-        "num_processes": ("", "0", "-1", "many", "nan", "1" + "0" * 20, "9" * 5000),
-        "hosts": ("", ",", "a,,b", "-oProxyCommand=x", "a b", LONG),
-        "rsh": ("", "/nosuch", "'", LONG),
-        "port": ("", "0", "-1", "65536", "many", "1" + "0" * 20),
-        "max_restarts": ("", "-1", "many", "1" + "0" * 20),
-        "min_hosts": ("", "0", "-1", "3", "many", "1" + "0" * 20),
-    },
-    jshard.inspect: {"PATH": ("", "/nosuch", LONG, "/dev/null", URL)},
-    jshard.export: {
-        "PATH": ("", "/nosuch", LONG, "/dev/null", URL),
-        "output": (LONG, URL),
-        "dtype": ("", "int8", "nosuch", LONG),
-        "max_shard_size": ("", "0GB", "-1GB", "nan", "5", LONG),
-    },
-    jshard.tokenize: {
-        "PATH": ("", LONG, URL),
-        "tokenizer": ("", "/nosuch", "/dev/null", LONG, URL),
-        "output": ("", LONG, URL),
-        "workers": ("", "0", "-1", "many", "nan", "1" + "0" * 20, LONG),
-    },
-}
-# What makes the rest of a command line good.
-GOOD = {
-    jshard.train: {
-        "config": "gpt.py",
-        "num_processes": "2",
-        "process_id": "0",
-        "coordinator": "127.0.0.1:7",
-    },
-    jshard.plan.__main__: {"config": "gpt.py", "topology": "h100:8"},
-    jshard.launch: {"num_processes": "2"},
-    jshard.inspect: {"PATH": "/nosuch"},
-    jshard.export: {"PATH": "/nosuch", "output": "nosuch"},
-    jshard.tokenize: {"PATH": "/nosuch", "tokenizer": "/nosuch", "output": "nosuch"},
-}
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        pytest.param(command, option, id=f"{command.__name__}-{option}")
-        for command, options in OPTIONS.items()
-        for option in options
-    ],
-)
-def test_a_bad_value_of_any_option_is_one_line_that_names_it(
-    command, option, refused, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    for text in OPTIONS[command][option]:
-        given = GOOD[command] | {option: text}
-        if option in ("limit", "search") and option != "search":
-            given["search"] = ""
-        if option in ("rsh", "min_hosts"):
-            given["hosts"] = "a,b"
-        if option == "PATH":
-            words = [text]
-        else:
-            words = [given.pop("PATH")] if "PATH" in given else []
-        words += [
-            f"--{name}={value}" if value or name != "search" else "--search"
-            for name, value in given.items()
-            if name != "PATH"
-        ]
-        if command is jshard.launch:
-            words += ["--", "--config=gpt.py"]
-        named = (option, text[:20]) if option in ("PATH", "config") else (option,)
-        refused(command, words, *named)
-    if option != "PATH":
-        words = [f"--{option[:-1]}x=1"]
-        refused(command, words, *words, "unknown argument")
 
 
 def test_an_unknown_url_is_refused_wherever_a_path_is_expected(tmp_path, monkeypatch):

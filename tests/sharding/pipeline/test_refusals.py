@@ -81,7 +81,7 @@ REFUSED = {
         "a stacked layer turns",
     ),
     "state of layers": ({"make_model": of_layers(Norm)}, "changes its state"),
-    "reshard": ({"reshard_after_forward": 2}, "once a step and keeps them"),
+    "reshard": ({"reshard_after_forward": 2}, "once per step and keeps them"),
     "first_k": ({"first_k": 1}, "policy.first_k=1"),
     "root": ({"reshard_root": True}, "policy.reshard_root=True"),
     "gather": (

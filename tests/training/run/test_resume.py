@@ -2,14 +2,9 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from jshard.recipe.changes import (
@@ -19,16 +14,12 @@ from jshard.recipe.changes import (
     describe_changes,
     read_config,
 )
-from jshard.recipe.config.run_config import complete
 from jshard.recipe.config.settings import settings_of
 from jshard.system.errors import RunFailed, UserError
-from jshard.system.jobs.log import Log
 from jshard.system.jobs.peers import Peers
 from jshard.training.report.run_files import read_metrics
-from jshard.training.run.append import AppendedFile
-from jshard.training.run.lock import lock_folder
-from jshard.training.run.metrics import RunFolder
 from jshard.training.run.start import find_start
+from killed_run import contents, killed_run, open_folder, small_config
 from test_metrics import read_events
 
 ROOT = Path(__file__).parents[3]
@@ -36,23 +27,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def config():
-    return complete(
-        ConfigDict(
-            {
-                "steps": 10,
-                "batch_size": 8,
-                "optimizer": {"learning_rate": 0.003, "betas": (0.9, 0.95)},
-                "model": {"dropout": 0.0, "widths": (8, (4, 4)), "name": ""},
-                "data": {"path": "", "limit": float("nan"), "dtype": float},
-                "sample": {},
-            }
-        ),
-        "mlp.py",
-    )
+    return small_config()
 
 
-def open_folder(path, config, **given):
-    return RunFolder(path, config.to_dict(), **given)
+@pytest.fixture
+def run(config, tmp_path):
+    return killed_run(tmp_path / "run", config)
 
 
 def start_of(path, config):
@@ -73,23 +53,6 @@ def test_checkpoints_that_cannot_be_listed_are_one_line(config, tmp_path, monkey
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(UserError, match=r"cannot read .*/checkpoints: Permission"):
         start_of(tmp_path, config)
-
-
-@pytest.fixture
-def run(config, tmp_path):
-    """The folder of a run that was killed after its sixth step."""
-    with open_folder(tmp_path / "run", config) as folder:
-        folder.note(recipe="mlp.py", sample="a")
-        for step in range(1, 7):
-            folder.write(step, {"loss": 1 / step})
-        folder.write(4, {"eval_loss": 0.5})
-    with (folder.path / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 7, "lo')
-    return folder.path
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 # The config.
@@ -330,75 +293,3 @@ def test_a_flush_brings_the_metrics_to_the_disk(config, tmp_path, monkeypatch):
     files = [tmp_path / "metrics.jsonl", *tmp_path.glob("events.*")]
     assert {file.stat().st_ino for file in files} <= {file.st_ino for file in synced}
     open_folder(tmp_path, config, enabled=False).flush()
-
-
-# The lock.
-
-HOLD = """\
-import sys, time
-from pathlib import Path
-from jshard.training.run.lock import lock_folder
-lock = lock_folder(Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.quick("4")
-@pytest.mark.parametrize("resume_from", [None, 4])
-def test_a_folder_belongs_to_one_process_until_that_one_is_killed(
-    resume_from, run, config
-):
-    if resume_from is None:
-        (run / "metrics.jsonl").unlink()
-    command = [sys.executable, "-c", HOLD, str(run)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"locked\n"
-        before = contents(run)
-        said = rf"another process \({process.pid}\) is training in --workdir={run}"
-        with pytest.raises(UserError, match=said):
-            open_folder(run, config, resume_from=resume_from)
-        assert contents(run) == before
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        open_folder(run, config, resume_from=resume_from).__exit__()
-
-
-def test_an_open_folder_cannot_be_opened_again_and_a_closed_one_can(run, config):
-    with (
-        open_folder(run, config, resume_from=4),
-        pytest.raises(UserError, match=rf"another process \({os.getpid()}\)"),
-    ):
-        open_folder(run, config, resume_from=4)
-    open_folder(run, config, resume_from=4).__exit__()
-
-
-def test_a_lock_that_is_a_link_is_not_followed(run, config, tmp_path):
-    (tmp_path / "precious").write_text("precious")
-    (run / ".lock").unlink(missing_ok=True)
-    (run / ".lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(UserError, match=r"\.lock is a link: give another"):
-        lock_folder(run)
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
-@pytest.mark.parametrize("opened", [AppendedFile, lambda file: Log(file, "title")])
-def test_a_file_that_grows_is_not_appended_to_by_a_link(opened, tmp_path):
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "file").symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match="symbolic link"):
-        opened(tmp_path / "file")
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
-    def flock(file, operation):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        lock_folder(tmp_path).close()
-    assert "cannot be locked (Function not implemented)" in str(caught[0].message)

@@ -23,7 +23,7 @@ class DropoutKey(nnx.Variable):
 
 
 class DropoutCount(nnx.Variable):
-    """How often a Dropout was called: the step, if it is called once a step."""
+    """How often a Dropout was called: the step, if it is called once per step."""
 
 
 def is_random(variable: nnx.Variable) -> bool:

@@ -14,7 +14,6 @@ asked more. What chooses by size chooses otherwise in a tiny model, and must hav
 same program for one layer as for all.
 """
 
-import warnings
 from typing import Any
 
 import jax
@@ -37,7 +36,7 @@ from jshard.sharding.update.stacks.tiny_trees import (
     same,
     tiny,
 )
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, warn
 
 
 def check_layers(tx: Transformation, params: nnx.State) -> None:
@@ -112,10 +111,9 @@ def _knows_layers(tx: Transformation, stacks: Any) -> bool:
             if not all(map(same, *pairs)):
                 return True
     except Exception as error:  # the user's, raised again where a step has it, too
-        warnings.warn(
+        warn(
             "optimizer: whether it treats a Stack's layers as tensors of their own is "
-            f"not known: for tiny arrays it raises {type(error).__name__}: {error}",
-            stacklevel=2,
+            f"not known: for tiny arrays it raises {type(error).__name__}: {error}"
         )
         return True
     return False
