@@ -17,15 +17,15 @@ from jshard.training.report.run_report import REPORT, write_report
 
 COMMAND = Command(
     "report",
-    "Writes the report of a run, killed or not, as it is or was at a step.",
+    "Writes the report of a run, finished or not, as of now or of a step.",
     {
         "PATH": Option(
             None, "a run's folder", kind=Path, required=True, bucket=True
         ),
         "step": STEP,
         "output": Option(
-            None, "the page; by default report.html in the run's folder, or of a step "
-            "report-STEP.html there; of a bucket, in this folder",
+            None, "the page; by default report.html in the run's folder, or "
+            "report-STEP.html for a step; for a run in a bucket, in the current folder",
             kind=Path, shown="FILE",
         ),
     },
@@ -45,7 +45,7 @@ def _report(argv: list[str]) -> None:
         path, step = path.parents[1], int(path.stem)  # the name may have a suffix
         up_to, name = step, f"report-{step}.html"
     if not (path / METRICS).exists():
-        raise UserError(f"{arguments.PATH} is no run's folder: it has no {METRICS}")
+        raise UserError(f"{arguments.PATH} is not a run's folder: it has no {METRICS}")
     folder = Path() if is_bucket(arguments.PATH) else path
     output = arguments.output or folder / name
     try:

@@ -97,12 +97,12 @@ class UnitPolicy:
 
     reshard_after_forward: Reshard = knob(
         True,
-        "drop gathered weights after the forward pass and gather them again for the "
+        "release gathered weights after the forward pass and gather them again for the "
         "backward; False keeps them; a number keeps them sharded over groups of that "
         "many devices",
         **_RESHARD,
-        more="True costs a second gather a step, False the memory of all weights, and "
-        "a group of g the memory of a g-th of them. Groups consist of neighbouring "
+        more="True costs a second gather per step, False the memory of all weights, "
+        "and a group of g the memory of a g-th of them. Groups consist of neighbouring "
         "devices, such as those of a host; the backward gathers within them.",
     )
 
@@ -169,7 +169,7 @@ class Policy(UnitPolicy):
 
     accumulate: int = knob(
         1,
-        "micro-batches a step (gradient accumulation): less memory for activations",
+        "micro-batches per step (gradient accumulation): less memory for activations",
         at_least=1,
         noun="a number of micro-batches",
         more="Weights are gathered and gradients scattered for each micro-batch, "
@@ -180,7 +180,8 @@ class Policy(UnitPolicy):
 
     stages_per_device: int = knob(
         1,
-        "stages that each device of a pipeline has: it is idle less, and sends more",
+        "stages that each device of a pipeline has: with more it is idle for less time "
+        "and sends more",
         at_least=1,
         noun="a number of stages",
         more="They are interleaved. mesh.pipe must divide ``accumulate``.",

@@ -140,7 +140,7 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
     job, note = choose(recipe, tmp_path, policy__remat="full")
     assert job.config.policy.accumulate > 1
     assert note.startswith(f"remat full, {job.config.policy.accumulate} micro-batches")
-    assert " of 7.0 MiB a device; with " in note
+    assert " of 7.0 MiB per device; with " in note
     assert " would need " in note
     # The figure is that of the program that runs, which is compiled no second time.
     compiled = []
