@@ -145,16 +145,13 @@ _OVERRIDABLE = (*OF_UNITS, "precision")
 @described
 @dataclasses.dataclass(frozen=True)
 class Policy(UnitPolicy):
-    """How a model is sharded, what is kept, and in which dtypes; how a step runs.
+    """How training runs: what is recomputed, gathered and kept, and in which dtypes.
 
-    remat to unroll apply to all Units and Stacks that ``overrides`` does not match.
-    ``precision`` is a ``jshard.Precision``.
+    The fields ``remat`` to ``unroll`` apply to every Unit and Stack that no pattern of
+    ``overrides`` matches. ``precision`` is a ``jshard.Precision``.
 
-    Three settings are of the step, not of sharding: ``accumulate``, ``loss_scale`` and
-    ``ema_decay``. They live here because more than ``FSDP.train_step`` reads them: a
-    state has averages and a scale from its first step on, gradients that are
-    accumulated are summed elsewhere and in other dtypes, and the planner and ``fit``
-    choose micro-batches together with ``remat``. One object says what a run is.
+    ``accumulate``, ``loss_scale`` and ``ema_decay`` are settings of the step. They are
+    fields of the policy because states and the planner depend on them as well.
     """
 
     reshard_root: Reshard = knob(
