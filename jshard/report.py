@@ -21,6 +21,7 @@ from jshard.training.report.run_files import METRICS
 from jshard.training.report.run_report import REPORT, write_report
 from jshard.training.report.several_runs import (
     COMPARISON,
+    CONFIG,
     as_text,
     common_folder,
     is_run,
@@ -84,19 +85,21 @@ def _report_one(given: Path | str, arguments: SimpleNamespace) -> None:
 def _compare(given: Sequence[Path | str], arguments: SimpleNamespace) -> None:
     if arguments.step is not None:
         raise UserError(f"--step={arguments.step}: is for the report of one run")
-    runs = []
+    runs: dict[Path, None] = {}  # each once
     for path in given:
         if is_remote(path):
             raise UserError(f"{path}: only runs in local folders can be compared")
         found = [Path(path)] if is_run(Path(path)) else runs_in(Path(path))
         if not found:  # a shell's runs/* names the page of an earlier comparison, too
-            show(f"left out {path}: it is no run's folder and holds none")
-        runs += found
+            show(f"skipped {path}: it is not the folder of a run, and contains none")
+        runs |= {run.absolute(): None for run in found}
     if not runs:
-        raise UserError(f"none of these is a run's folder, with {METRICS}")
-    folder = common_folder(runs)
+        raise UserError(
+            f"none of these is the folder of a run, which has {METRICS} and {CONFIG}"
+        )
+    folder = common_folder([*runs])
     output = arguments.output or folder / COMPARISON
-    results = read_runs(runs)
+    results = read_runs([*runs])
     try:
         write_comparison(results, folder.name, output)
     except OSError as error:

@@ -32,8 +32,8 @@ MOST_LINES = {
     "recipe": 2705,
     "plan": 6450,
     "inference": 2511,
-    "training": 5413,
-    "the commands": 1367,
+    "training": 5419,
+    "the commands": 1370,
     "the public names": 707,
 }
 MOST_CLASSES_IN_UNITS = 8

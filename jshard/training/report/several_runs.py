@@ -11,6 +11,7 @@ from jshard.recipe.config.run_config import flatten
 from jshard.system.errors import UserError
 from jshard.system.files.atomic import replace_file
 from jshard.system.files.lock import check_unlocked
+from jshard.system.formatting import one_line
 from jshard.system.pages.charts import line_chart
 from jshard.system.pages.page import document, section, table
 from jshard.training.report.run_files import (
@@ -73,9 +74,9 @@ def runs_in(path: Path) -> list[Path]:
     Raises:
       UserError: The folder cannot be listed.
     """
-    if is_run(path) or not path.is_dir():
-        return []
     try:
+        if is_run(path) or not path.is_dir():
+            return []
         return sorted(child for child in path.iterdir() if is_run(child))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
@@ -90,10 +91,15 @@ def read_runs(runs: Sequence[Path]) -> list[Result]:
     """Reads runs' results, the best first, runs without a value of the metric last.
 
     Raises:
-      OSError: A file cannot be read.
+      UserError: A file cannot be read.
     """
-    folder = common_folder(runs)
-    results = [_read(run, str(run.absolute().relative_to(folder))) for run in runs]
+    folder, results = common_folder(runs), []
+    for run in runs:
+        try:
+            results.append(_read(run, str(run.absolute().relative_to(folder))))
+        except OSError as error:
+            where = error.filename or run
+            raise UserError(f"cannot read {where}: {error.strerror}") from error
     return sorted(results, key=_rank)
 
 
@@ -194,19 +200,19 @@ def as_text(results: Sequence[Result], *, full: bool) -> str:
     differing = differing_keys(results)
     keys = differing if full else differing[:_KEYS]
     heading, rows = columns(results, keys)
-    cells = [[printable(cell) for cell in row] for row in (heading, *rows)]
+    cells = [[one_line(cell) for cell in row] for row in (heading, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
     if left := differing[len(keys) :]:
-        lines.append(f"{len(left)} more keys differ: {', '.join(left)}; --full")
+        lines.append(f"{len(left)} more of the keys differ: {', '.join(left)}; --full")
     lines += _left_out(results)
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def _left_out(results: Sequence[Result]) -> list[str]:
     """Returns a line for each run whose files are damaged, with the first damage."""
     return [
-        printable(f"{one.name}: left out {one.left_out[0]}")
+        f"{one.name}: left out {one.left_out[0]}"
         + (f", and {len(one.left_out) - 1} more" if one.left_out[1:] else "")
         for one in results
         if one.left_out

@@ -66,6 +66,12 @@ def test_one_step_of_each_period_of_hours_stays_also_over_several_deletions(tmp_
     assert [*there] == [1, 4, 7, 10, 11, 12]
 
 
+def test_hours_longer_than_any_run_keep_the_first_step_alone(tmp_path):
+    saved = {1: "2026-03-29T00:00:00", 2: "2026-03-30T00:00:00+00:00"}  # by other hands
+    there = dict.fromkeys((1, 2, 3))
+    assert expired(tmp_path, there, 3, saved, keep=1, keep_hours=1e300) == [2]
+
+
 def test_later_steps_of_a_run_that_went_back_are_left_alone(tmp_path):
     assert expired(tmp_path, LOSSES, 3, keep=1) == [1, 2]
     assert expired(tmp_path, LOSSES, 3, keep=1, keep_every=2) == [1]

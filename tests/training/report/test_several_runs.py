@@ -1,15 +1,13 @@
 """Several runs are compared by their folders: `inspect RUNS` and `report RUN RUN`."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
+from command_line import shown
 from jshard import inspect, report
-from jshard.system.cli import command
 from jshard.system.files.lock import lock_folder
 from jshard.training.report.several_runs import as_text, read_runs
 
@@ -43,22 +41,10 @@ def runs(tmp_path) -> Path:
     return folder
 
 
-def said(monkeypatch, capsys, of: Any, *words: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", [of.__name__, *map(str, words)])
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    code: Any = 0
-    try:
-        command.run_command(of._inspect if of is inspect else of._report)
-    except SystemExit as ended:
-        code = ended.code
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_a_folder_of_runs_is_a_table_of_what_differs_and_of_results_the_best_first(
     runs, monkeypatch, capsys
 ):
-    code, out, err = said(monkeypatch, capsys, inspect, runs)
+    code, out, err = shown(monkeypatch, capsys, inspect._inspect, runs)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "run  optimizer.peak  seed  step      loss  eval_loss  best eval_loss   state",
@@ -93,10 +79,23 @@ def test_more_keys_than_fit_a_screen_are_named_and_listed_by_full(tmp_path):
     for i in range(2):
         write(tmp_path / str(i), (1,), **{f"key{n}": n + i for n in range(8)})
     results = read_runs([tmp_path / "0", tmp_path / "1"])
-    assert "2 more keys differ: key6, key7; --full" in as_text(results, full=False)
+    assert "2 more of the keys differ: key6, key7; --full" in as_text(
+        results, full=False
+    )
     assert as_text(results, full=True).split()[:10][1:9] == [
         f"key{n}" for n in range(8)
     ]
+
+
+def test_names_and_values_are_shown_on_one_line_and_a_run_that_is_named_twice_once(
+    tmp_path, monkeypatch, capsys
+):
+    for i in range(2):
+        write(tmp_path / f"{i}\nmore", (1,), note=f"a\nb{i}")
+    runs = (tmp_path, tmp_path / "0\nmore")
+    code, out, err = shown(monkeypatch, capsys, report._report, *runs)
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 4
 
 
 def test_a_run_that_trains_is_said_to(runs):
@@ -119,7 +118,9 @@ def test_a_page_has_the_curves_of_the_best_runs_and_the_table_of_all(
 ):
     for i in range(10):
         write(tmp_path / f"<b>{i}", (3, 2 + i), evals=loss(9 - i), seed=i)
-    code, out, err = said(monkeypatch, capsys, report, *sorted(tmp_path.iterdir()))
+    code, out, err = shown(
+        monkeypatch, capsys, report._report, *sorted(tmp_path.iterdir())
+    )
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == f"wrote {tmp_path / 'comparison.html'}"
     page = (tmp_path / "comparison.html").read_text()
@@ -129,9 +130,13 @@ def test_a_page_has_the_curves_of_the_best_runs_and_the_table_of_all(
     assert page.count("<tr>") == 11
     assert "<b>0" not in page
     # The shell's RUNS/* names the page, too, from the second time on.
-    code, out, err = said(monkeypatch, capsys, report, *sorted(tmp_path.iterdir()))
+    code, out, err = shown(
+        monkeypatch, capsys, report._report, *sorted(tmp_path.iterdir())
+    )
     assert (code, err) == (0, "")
-    assert "comparison.html: it is no run's folder and holds none" in out
+    assert (
+        f"skipped {tmp_path / 'comparison.html'}: it is not the folder of a run" in out
+    )
 
 
 def test_the_folder_of_a_run_or_of_its_checkpoints_is_not_a_folder_of_runs(
@@ -141,7 +146,7 @@ def test_the_folder_of_a_run_or_of_its_checkpoints_is_not_a_folder_of_runs(
     write(runs / "a" / "checkpoints" / "10", (3,))
     (runs / "a" / "checkpoints" / "10" / "config.json").unlink()
     for path in (runs / "a", runs / "a" / "checkpoints"):
-        code, out, err = said(monkeypatch, capsys, inspect, path)
+        code, out, err = shown(monkeypatch, capsys, inspect._inspect, path)
         assert "run  " not in out
         assert (code, err.count("\n")) == (2, 1)  # no checkpoint that can be read
 
@@ -149,23 +154,39 @@ def test_the_folder_of_a_run_or_of_its_checkpoints_is_not_a_folder_of_runs(
 @pytest.mark.parametrize(
     ("of", "words", "expected"),
     [
-        (inspect, ["runs", "--verify"], "--verify: runs holds 3 runs; give one of"),
-        (inspect, ["runs", "--step=10"], "--step: runs holds 3 runs; give one of them"),
-        (report, ["runs", "--step=10"], "--step=10: is for the report of one run"),
         (
-            report,
+            inspect._inspect,
+            ["runs", "--verify"],
+            "--verify: runs holds 3 runs; give one of",
+        ),
+        (
+            inspect._inspect,
+            ["runs", "--step=10"],
+            "--step: runs holds 3 runs; give one of them",
+        ),
+        (
+            report._report,
+            ["runs", "--step=10"],
+            "--step=10: is for the report of one run",
+        ),
+        (
+            report._report,
             ["runs/a", "s3://bucket/run"],
             "s3://bucket/run: only runs in local folders",
         ),
-        (report, ["runs/notes", "."], "none of these is a run's folder"),
-        (report, ["runs", "--output=no/page.html"], "cannot write no/page.html: No su"),
+        (report._report, ["runs/notes", "."], "none of these is the folder of a run"),
+        (
+            report._report,
+            ["runs", "--output=no/page.html"],
+            "cannot write no/page.html: No su",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_one_line(
     of, words, expected, runs, monkeypatch, capsys
 ):
     monkeypatch.chdir(runs.parent)
-    code, _, err = said(monkeypatch, capsys, of, *words)
+    code, _, err = shown(monkeypatch, capsys, of, *words)
     assert code == 2
     assert err.startswith(f"jshard: error: {expected}")
     assert err.count("\n") == 1

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +52,8 @@ def hours_apart(folders: Mapping[int, Path], hours: float) -> set[int]:
     chosen, last = set(), None
     for step, about in sorted(_readable(folders), key=lambda found: found[0]):
         with suppress(ValueError):
-            saved = datetime.fromisoformat(about["created"])
-            if last is None or saved - last >= timedelta(hours=hours):
+            saved = datetime.fromisoformat(about["created"]).timestamp()
+            if last is None or saved - last >= hours * 3600:
                 chosen.add(step)
                 last = saved
     return chosen
