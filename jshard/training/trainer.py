@@ -22,9 +22,7 @@ from jshard.recipe.config.policy_keys import write_policy
 from jshard.recipe.configured import Configured, configure
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.sharding.settings.callers_mesh import own_mesh
-from jshard.sharding.settings.mesh import (
-    check_mesh,
-)
+from jshard.sharding.settings.mesh import check_mesh
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP as _FSDP

@@ -9,19 +9,10 @@ import jax
 from jax.sharding import Mesh
 
 from jshard.plan.fit.device_memory import compiled_bytes, usable_bytes
-from jshard.plan.fit.memory_choice import (
-    Candidate,
-    Traced,
-    check_stages,
-    fit,
-)
+from jshard.plan.fit.memory_choice import Candidate, Traced, check_stages, fit
 from jshard.plan.start_up import network_axes
 from jshard.recipe.build import Job, abstract_batch, make_job
-from jshard.recipe.changes import (
-    FITTED_ON,
-    changed_keys,
-    read_config,
-)
+from jshard.recipe.changes import FITTED_ON, changed_keys, read_config
 from jshard.recipe.config.run_config import flatten, is_within
 from jshard.recipe.config.shared_keys import FITTED
 from jshard.recipe.configured import Configured

@@ -52,8 +52,7 @@ def pipelined(
     # Only the last stage has them.
     of_last = lambda x: lax.psum(x, PIPE)
     totals, metrics = combined(of_last, lambda x: x.over(PIPE), found)
-    means = map(Mean, totals, first.counts)
-    loss = Loss(tuple(zip(first.weights, means, strict=True)))
+    loss = Loss(tuple(zip(first.weights, map(Mean, totals, first.counts), strict=True)))
     grads = jax.tree.unflatten(structure, grads)
     return grads, Means(loss, metrics), first.counts, first.after
 
