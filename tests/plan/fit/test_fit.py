@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -109,7 +110,7 @@ def choose(recipe, workdir, **settings):
     return make_fitted_job(made, mesh, None, workdir, Peers())
 
 
-def chosen(job):
+def chosen(job: Any) -> tuple[str, int]:
     policy = job.configured.settings.policy
     return policy.remat, policy.accumulate
 
