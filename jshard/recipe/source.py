@@ -97,7 +97,7 @@ def find_source(
     Raises:
       UserError: Something is missing, or of another model.
     """
-    recipe, given = job.recipe, job.settings.checkpoint
+    recipe, given = job.configured.recipe, job.configured.settings.checkpoint
     text = given.restore
     if checkpoint is not None:
         recorded = frozen.source_of(checkpoint)
@@ -114,7 +114,9 @@ def find_source(
         parameters = find_parameters(
             path,
             abstract_state,
-            tensors=find_map(job.config, recipe.map_of(path), recipe.name, path),
+            tensors=find_map(
+                job.configured.config, recipe.map_of(path), recipe.name, path
+            ),
             optimizer=given.restore_optimizer and checkpoint is None,
         )
     adapters = None
@@ -128,5 +130,6 @@ def find_source(
 def _map_of(job: Job, adapters: Path) -> Mapping[str, FileTensor]:
     """Returns where Hugging Face's files of the model keep its arrays."""
     why = f"{adapters} holds adapters for a model of Hugging Face"
-    required = require_map(job.recipe.huggingface, job.recipe.name, why)
-    return required.tensors(model_of(job.config.to_dict()))
+    recipe = job.configured.recipe
+    required = require_map(recipe.huggingface, recipe.name, why)
+    return required.tensors(model_of(job.configured.recorded))

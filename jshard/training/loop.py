@@ -108,9 +108,10 @@ def train(
         stopping.listen()
         display.references = recipe.references
         display.say("\n".join(filter(None, (start.message, note, profile.note))))
+        configured = run.job.configured
         folder.note(
-            recipe=run.job.recipe.path,
-            changed=changed_keys(run.job.recipe, run.job.config),
+            recipe=configured.recipe.path,
+            changed=changed_keys(configured.recipe, configured.config),
             start_up=note,
             references=recipe.references,
         )
@@ -218,9 +219,9 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
 def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
     return RunFolder(
         run.workdir,
-        run.recorded,
+        run.job.configured.recorded,
         logger=run.settings.logger,
-        recipe=run.job.recipe.name,
+        recipe=run.job.configured.recipe.name,
         fitted_on=run.fitted_on,
         resume_from=start.step if start.resumes else None,
         restored=start.restored,

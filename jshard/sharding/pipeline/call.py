@@ -28,7 +28,7 @@ from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units import stack
 from jshard.sharding.units.dataflow import dependencies
 from jshard.sharding.units.layers import Segment, put_layer, with_consts
-from jshard.sharding.units.linearize import Gradients, Inputs, Traced, trace_layer
+from jshard.sharding.units.linearize import Gradients, Inputs, TracedLayer, trace_layer
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
 from jshard.system.compat.programs.primitives import placeholder
@@ -131,7 +131,7 @@ def leave_open(
     """
     stacked = Inputs(list(shards), list(xs), carry, list(args))
     traced = trace_layer(fn, stacked, places, stacked=True)
-    _, _, ((_, aux), _, _) = traced
+    (_, aux), _, _ = traced.outputs
     aux = jax.tree.map(lambda x: jnp.zeros((stages.layers, *x.shape), x.dtype), aux)
     _check_aux(aux, carry, stages)
     changes = _changes(traced, xs, stages)
@@ -154,7 +154,7 @@ def leave_open(
     carry = carry, aux
     stacked = stacked._replace(xs=[*of_stage, used, rows], carry=carry)
     traced = trace_layer(outputs, stacked, places, stacked=True)
-    _, program, ((after, _), *_) = traced
+    program, ((after, _), *_) = traced.program, traced.outputs
     stacked = stacked._replace(args=[*args, *program.consts])
     prefetch = stack.prefetches(policy, places, stages.longest)
     # Weights are no residuals: not those of each micro-batch.
@@ -187,7 +187,7 @@ def _check_aux(aux: Any, carry: Any, stages: Stages) -> None:
         )
 
 
-def _changes(traced: Traced, xs: Sequence[jax.Array], stages: Stages) -> list[Any]:
+def _changes(traced: TracedLayer, xs: Sequence[jax.Array], stages: Stages) -> list[Any]:
     """Returns the stacked changes of the layers' state, which depend on it alone."""
     inputs, layer, (_, *changes) = traced
     if not (number := len(jax.tree.leaves(changes))):

@@ -46,7 +46,7 @@ class Held(NamedTuple):
       args_ct: those of what all layers share, of the layers so far.
       grads: sums of gradients of the Stack's parameters, by their number.
       outside: those of all others.
-      means: sums of the loss's terms, and of the named Means.
+      means: totals of the loss's terms, and sums of the named Means.
     """
 
     inputs: Any
@@ -56,7 +56,7 @@ class Held(NamedTuple):
     args_ct: list[jax.Array]
     grads: dict[int, jax.Array]
     outside: list[jax.Array]
-    means: tuple[list[Mean], dict[str, Mean | Max]]
+    means: tuple[list[jax.Array], dict[str, Mean | Max]]
 
 
 class Now(NamedTuple):
@@ -108,7 +108,7 @@ class Stage:
         self.to_loss = without_dead_code(lambda *x: pick(split.after(*x), results))
 
     def scan(self, micro: Any, dtypes: Sequence[Any]) -> tuple[list[jax.Array], Any]:
-        """Runs all micro-batches; returns sums of gradients, and of Means.
+        """Runs all micro-batches; returns sums of gradients, and ``Held.means``.
 
         ``micro`` are the state, the examples and the index of each, and ``dtypes``
         those in which gradients are added up.
@@ -185,7 +185,7 @@ class Stage:
             zeros([self.split.types[i] for i in self.args]),
             {i: x for i, x in enumerate(sums) if i not in self.outside},
             [sums[i] for i in self.outside],
-            before_all(([mean for _, mean in loss.terms], metrics)),
+            before_all(([mean.total for _, mean in loss.terms], metrics)),
         )
         return held, zeros(residuals, plan.activations)
 
@@ -283,8 +283,8 @@ class Stage:
             found = self.to_loss(*self._leaves(inputs, outside), *carry)
             found = list(map(jnp.asarray, found))  # some may be numbers
             loss, metrics = jax.tree.unflatten(jax.tree.structure(self.shapes), found)
-            means = [mean for _, mean in loss.terms]
-            return [mean.total for mean in means], (means, metrics)
+            totals = [mean.total for _, mean in loss.terms]
+            return totals, (totals, metrics)
 
         outside = [self.params[i] for i in self.outside]
         _, pullback, means = jax.vjp(run, outside, floats, has_aux=True)

@@ -56,10 +56,12 @@ class Gradients(NamedTuple):
     args: Any
 
 
-# A layer's function as a program: its abstract inputs, whose args end with those for
-# the program's constants (arrays that the function closes over, which get gradients);
-# the program; and its abstract outputs.
-Traced = tuple[Inputs, core.ClosedJaxpr, Any]
+class TracedLayer(NamedTuple):
+    """A layer's function as a program."""
+
+    inputs: Inputs  # abstract; args end with those for the program's constants
+    program: core.ClosedJaxpr  # its constants, closed over, get gradients
+    outputs: Any  # abstract
 
 
 def trace_layer(
@@ -68,7 +70,7 @@ def trace_layer(
     places: Sequence[Placement],
     *,
     stacked: bool = False,
-) -> Traced:
+) -> TracedLayer:
     """Traces ``fn(weights, xs, carry, args) -> (outputs, changed, static)``.
 
     ``inputs`` has this device's shards in place of weights; with ``stacked``, these and
@@ -79,8 +81,7 @@ def trace_layer(
     """
     shards, xs = abstract((list(inputs.weights), list(inputs.xs)), layer=stacked)
     weights = jax.eval_shape(lambda shards: gather(shards, list(places)), shards)
-    inputs = Inputs(weights, xs, inputs.carry, list(inputs.args))
-    inputs = abstract(inputs)
+    inputs = abstract(Inputs(weights, xs, inputs.carry, list(inputs.args)))
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     if lin := jaxprs.find(eqns := program.jaxpr.eqns, {"custom_lin"}):
         refuse_forward_mode(lines.line_of(lin, eqns))
@@ -93,7 +94,7 @@ def trace_layer(
     if not all(wanted):
         program = jaxprs.without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
-    return inputs._replace(args=args), program, outputs
+    return TracedLayer(inputs._replace(args=args), program, outputs)
 
 
 def refuse_forward_mode(line: str) -> NoReturn:
@@ -132,7 +133,7 @@ class Layer:
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedLayer,
         places: Sequence[Placement],
         policy: UnitPolicy,
         *,

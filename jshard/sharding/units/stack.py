@@ -30,7 +30,7 @@ from jshard.sharding.units.linearize import (
     Gradients,
     Inputs,
     Layer,
-    Traced,
+    TracedLayer,
     floats_of,
     select,
     trace_layer,
@@ -64,7 +64,7 @@ def make_scan(
     next_shards, next_places = list(beside[0]), list(beside[1])
     stacked = Inputs(list(shards), list(xs), carry, list(args))
     traced = trace_layer(fn, stacked, places, stacked=True)
-    _, program, ((out, _), *_) = traced
+    program, ((out, _), *_) = traced.program, traced.outputs
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
     prefetch, runs = prefetches(policy, places, length), layers.spans(policy, length)
@@ -199,7 +199,7 @@ def prefetches(policy: UnitPolicy, places: Sequence[Placement], length: int) -> 
 
 
 def segments_of(
-    traced: Traced,
+    traced: TracedLayer,
     places: Sequence[Placement],
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],

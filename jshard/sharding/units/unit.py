@@ -94,8 +94,7 @@ def run_unit(
         return Inputs(reduce(parts, places, sharded.weights), *passed), None
 
     run.defvjp(forward, backward)
-    _, program, _ = traced
-    return run(sharded._replace(args=list(program.consts)), layer.consts)
+    return run(sharded._replace(args=list(traced.program.consts)), layer.consts)
 
 
 def drop(weights: Sequence[Any], layer: Layer) -> list[Any] | None:
