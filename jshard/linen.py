@@ -25,7 +25,6 @@ from jshard.sharding.layout.layer_dims import layer_dims, mark_layers
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import within
 from jshard.sharding.units.calls import call_method, set_content
-from jshard.sharding.units.dataflow import dependencies, union
 from jshard.sharding.units.modules import Unit
 from jshard.sharding.units.outside.shards import (
     combine,
@@ -36,6 +35,7 @@ from jshard.sharding.units.outside.shards import (
     with_array,
 )
 from jshard.system.compat.jaxprs import needed_for
+from jshard.system.compat.programs.dataflow import dependencies, union
 from jshard.system.errors import UserError
 
 Path = tuple[str, ...]

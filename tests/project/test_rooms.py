@@ -14,16 +14,16 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5086,
+    "system": 5186,
     "sharding": 1,
     "sharding/settings": 1919,
     "sharding/layout": 2601,
-    "sharding/axes": 615,
+    "sharding/axes": 717,
     "sharding/cpu": 423,
     "sharding/collectives": 786,
     "sharding/float8": 807,
     "sharding/update": 2006,
-    "sharding/units": 2538,
+    "sharding/units": 2336,
     "sharding/pipeline": 1029,
     "sharding/step": 2432,
     "nn": 1418,

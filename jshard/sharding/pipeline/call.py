@@ -26,11 +26,11 @@ from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS as LAYERS_SCOPE
 from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units import stack
-from jshard.sharding.units.dataflow import dependencies
 from jshard.sharding.units.layers import Segment, put_layer, with_consts
 from jshard.sharding.units.linearize import Gradients, Inputs, Traced, trace_layer
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies
 from jshard.system.compat.programs.primitives import placeholder
 from jshard.system.errors import UserError
 

@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.sharding.axes.partial_sums import check_partial_sums
 from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.policy import (
@@ -28,10 +29,9 @@ from jshard.sharding.settings.policy import (
     UnitPolicy,
 )
 from jshard.sharding.settings.precision import is_float
-from jshard.sharding.units.dataflow import dependencies
-from jshard.sharding.units.partial_sums import check_partial_sums
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies
 from jshard.system.errors import UserError
 
 

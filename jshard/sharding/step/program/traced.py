@@ -22,7 +22,6 @@ from jshard.sharding.settings.state import ModelArrays
 from jshard.sharding.step.program import mistakes
 from jshard.sharding.step.program.draws import check_draws
 from jshard.sharding.step.program.refusals import check_keys, check_names, check_shards
-from jshard.sharding.units.dataflow import dependencies, loop, through, union
 from jshard.sharding.units.linearize import refuse_forward_mode
 from jshard.sharding.units.outside.shards import noting_reads
 from jshard.system.compat import jaxprs
@@ -34,6 +33,7 @@ from jshard.system.compat.jaxprs import (
     scopes_of,
 )
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies, loop, through, union
 from jshard.system.errors import UserError
 
 
