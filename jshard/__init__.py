@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from jshard.sharding.settings.precision import Precision as Precision
     from jshard.sharding.settings.state import TrainState as TrainState
     from jshard.sharding.step.fsdp import FSDP as FSDP
+    from jshard.sharding.units.gathered import gathered as gathered
     from jshard.sharding.units.modules import Stack as Stack
     from jshard.sharding.units.modules import Unit as Unit
-    from jshard.sharding.units.outside.gathered import gathered as gathered
     from jshard.storage.checkpoint.checkpointer import Checkpointer as Checkpointer
     from jshard.storage.hub.parameters import init_from as init_from
     from jshard.storage.hub.parameters import restore_orbax as restore_orbax
@@ -59,7 +59,7 @@ else:
         "Unit": "sharding.units.modules",
         "UserError": "system.errors",
         "__version__": "system.compat.versions",
-        "gathered": "sharding.units.outside.gathered",
+        "gathered": "sharding.units.gathered",
         "generate": "inference.generation.generator",
         "init_from": "storage.hub.parameters",
         "make_mesh": "sharding.settings.mesh",

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jshard.sharding.collectives.shards import is_shard
 from jshard.sharding.float8.products import Float8
 from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.layout.variables import (
@@ -24,7 +25,7 @@ from jshard.sharding.layout.variables import (
     set_attribute,
     tracers_behind,
 )
-from jshard.sharding.units.outside.shards import combine_all, is_shard
+from jshard.sharding.units.partition import combine_all
 from jshard.system.compat.flax_modules import is_pytree
 from jshard.system.compat.jaxprs import Static
 from jshard.system.errors import UserError

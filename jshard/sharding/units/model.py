@@ -13,6 +13,7 @@ from flax import nnx
 
 from jshard.sharding.axes.tensor import tensor_parallel
 from jshard.sharding.collectives.gather import all_gather
+from jshard.sharding.collectives.shards import as_full, as_shard, shard_of
 from jshard.sharding.float8.products import fits, take_float8
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.placement import Placement
@@ -30,7 +31,6 @@ from jshard.sharding.units.modules import (
     own_paths,
     unit_class,
 )
-from jshard.sharding.units.outside.shards import as_full, as_shard, shard_of
 from jshard.system.compat.flax_modules import Derived, derived
 from jshard.system.errors import UserError
 
