@@ -9,7 +9,7 @@ would keep the full weights of every layer.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -219,12 +219,6 @@ class Layer:
         outputs = core.jaxpr_as_fun(program)(*leaves[:split])
         return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
 
-    def with_consts(self, consts: Sequence[Any]) -> "Layer":
-        """Returns the layer with constants that are inputs of a ``custom_vjp``."""
-        layer = copy.copy(self)
-        layer.consts = list(consts)
-        return layer
-
     def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:
         """Returns the outputs, and the residuals to keep for the backward."""
         structure = jax.tree.structure(self.outputs)
@@ -267,6 +261,18 @@ class Layer:
             jax.device_put(x, space) if leaves else x
             for x, leaves in zip(kept, self._leaves_device, strict=True)
         ]
+
+
+def _with_consts(layer: Layer, consts: Iterable[Any]) -> Layer:
+    layer = copy.copy(layer)
+    layer.consts = list(consts)
+    return layer
+
+
+# As a pytree it has its constants as leaves, which a ``custom_vjp`` must be given.
+jax.tree_util.register_pytree_node(
+    Layer, lambda layer: (layer.consts, layer), _with_consts
+)
 
 
 def floats_of(tree: Any, outputs: Any) -> Any:
