@@ -20,8 +20,8 @@ MOST_LINES = {
     "sharding/layout": 2601,
     "sharding/axes": 741,
     "sharding/cpu": 423,
-    "sharding/collectives": 975,
-    "sharding/float8": 807,
+    "sharding/collectives": 908,
+    "sharding/float8": 888,
     "sharding/update": 2006,
     "sharding/units": 2073,
     "sharding/pipeline": 1029,
@@ -37,7 +37,7 @@ MOST_LINES = {
     "the public names": 707,
 }
 MOST_CLASSES_IN_UNITS = 6
-MOST_LEVELS = 15
+MOST_LEVELS = 14
 LONGEST_FILE = 350
 MOST_FILES_IN_A_FOLDER = 12
 # What every reader calls it.

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.sharding.collectives.embedding import is_cheaper, look_up
+from jshard.sharding.collectives.in_float8 import in_float8
 from jshard.sharding.collectives.shards import as_full, is_shard, shard_of
 from jshard.sharding.float8.products import Float8
-from jshard.sharding.float8.weights import in_float8
 from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.specs import is_table, mark_table
