@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.inference.trained.huggingface_export import find_recipe_of
-from jshard.plan.fit.memory_choice import Candidate
 from jshard.recipe import contract
 from jshard.recipe.build import Job
+from jshard.recipe.config.overrides import with_values
 from jshard.recipe.config.policy_keys import make_policy
 from jshard.recipe.config.settings import settings_of
 from jshard.recipe.config.text_keys import TextKeys, text_keys
@@ -195,7 +195,8 @@ class TrainedModel:
 
     def _policy(self, whole: bool) -> Policy:
         """Returns the run's dtypes, and if ``whole`` what its state consists of."""
-        own = make_policy(Candidate("full", 1).apply(self.config))  # they may be "fit"
+        of_training = {"policy.remat": "full", "policy.accumulate": 1}  # maybe "fit"
+        own = make_policy(with_values(self.config, of_training))
 
         def dtypes(precision: Precision) -> Precision:
             param, compute = precision.param, precision.compute
