@@ -1,4 +1,4 @@
-"""Where parameters come from: of a run, besides its checkpoints, and of your own loop."""
+"""Where parameters come from: of a run beside its checkpoints, or of your own loop."""
 
 import dataclasses
 import functools
