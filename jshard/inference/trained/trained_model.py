@@ -13,7 +13,6 @@ from flax import nnx
 
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.inference.trained.huggingface_export import find_recipe_of
-from jshard.plan.fit.memory_choice import Candidate
 from jshard.recipe import contract
 from jshard.recipe.build import Job, job_on
 from jshard.recipe.config.text_keys import TextKeys
@@ -175,7 +174,8 @@ class TrainedModel:
 
     def _policy(self, whole: bool) -> Policy:
         """Returns the run's dtypes, and if ``whole`` what its state consists of."""
-        own = Candidate("full", 1).apply(self.configured).policy  # they may be "fit"
+        of_training = {"policy.remat": "full", "policy.accumulate": 1}  # maybe "fit"
+        own = self.configured.with_values(of_training).policy
 
         def dtypes(precision: Precision) -> Precision:
             param, compute = precision.param, precision.compute
