@@ -91,6 +91,11 @@ class CheckpointSettings:
         "also keep every checkpoint whose step is a multiple of this; 0 is none",
         at_least=0,
     )
+    keep_hours: float = knob(
+        0.0,
+        "also keep one checkpoint for each period of this many hours; 0 is none",
+        at_least=0,
+    )
     best: str = knob(
         "", "also keep the checkpoint of the best value of this metric, e.g. eval_loss"
     )
