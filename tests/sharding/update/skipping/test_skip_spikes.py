@@ -145,7 +145,7 @@ def test_steps_are_those_of_one_device_and_numpy_and_a_spike_leaves_all(devices,
     state, step = fsdp.from_model(filled(Model), tx), fsdp.train_step(loss_fn, tx)
     losses, taken, *want = plain_run()
     assert taken == [1, 2, 4, 5, 6, 7, 10, 11, 13, 14]
-    row = 0
+    row, metrics = 0, {}
     for number, loss in enumerate(losses, 1):
         before = kept(state)
         state, metrics = step(state, fsdp.shard_batch(batch(number)))
