@@ -20,7 +20,7 @@ from jshard.models.images import classification_loss
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.models.vit import ViT, ViTConfig
 from jshard.recipe import Key
-from jshard.recipe.spikes import skipping, spike_keys
+from jshard.recipe.schedule.spikes import skipping, spike_keys
 
 CLASSES, SIZE = 10, 8
 _VALIDATION = 360  # images

@@ -24,7 +24,7 @@ from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.recipe import Key
 from jshard.recipe.schedule.rates import learning_rate, rate_keys
-from jshard.recipe.spikes import skipping, spike_keys
+from jshard.recipe.schedule.spikes import skipping, spike_keys
 
 # Keys of data that are streamed, which recipes that change each text do not take.
 STREAMED = ("dataset", "config", "split", "validation_rows", "shuffle_rows")

@@ -23,7 +23,7 @@ from jshard.models import regnet_timm as timm  # noqa: F401  likewise
 from jshard.models.images import classification_loss, normalize
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.recipe import Key
-from jshard.recipe.spikes import skipping, spike_keys
+from jshard.recipe.schedule.spikes import skipping, spike_keys
 from jshard.recipes.digits import image_keys
 
 _IMAGES = 1_281_167
