@@ -27,7 +27,7 @@ MOST_LINES = {
     "sharding/pipeline": 1029,
     "sharding/step": 2441,
     "nn": 1418,
-    "storage": 7707,
+    "storage": 7803,
     "data": 6786,
     "recipe": 2932,
     "plan": 6443,
