@@ -13,6 +13,7 @@ from flax import nnx
 import jshard
 import parity
 from filled import filled
+from jshard.sharding.update.skipping.skip_spikes import decide
 from jshard.system.errors import UserError
 
 K, WINDOW, DECAY = 3.0, 4, 0.9
@@ -54,7 +55,9 @@ def test_alone_it_leaves_out_spikes_of_the_loss_and_of_the_norm_and_no_others():
     rng, taken = np.random.default_rng(0), []
     for step in range(1, 17):
         loss = 1 + 0.1 * rng.normal() + (9 if step in (1, 9, 10) else 0)
-        size = np.nan if step == 3 else 30.0 if step == 12 else 1 + 0.1 * rng.normal()
+        size = (
+            np.nan if step == 3 else 30.0 if step in (6, 12) else 1 + 0.1 * rng.normal()
+        )
         grads = jax.tree.map(lambda x, size=size: jnp.full_like(x, size), params)
         norm = float(optax.tree.norm(grads))
         updates, state = update(grads, state, params, value=jnp.float64(loss))
@@ -64,8 +67,9 @@ def test_alone_it_leaves_out_spikes_of_the_loss_and_of_the_norm_and_no_others():
             updates, of_inner = plain(grads, of_inner, want)
             want = optax.apply_updates(want, updates)
         assert bits((params, state.inner)) == bits((want, of_inner))
-    assert taken == [1, 2, 4, 5, 6, 7, 8, 11, 13, 14, 15, 16]
-    assert (int(state.accepted), int(state.skipped)) == (12, 4)
+    # From step 6 on, when there are WINDOW accepted steps, spikes are looked for.
+    assert taken == [1, 2, 4, 5, 7, 8, 11, 13, 14, 15, 16]
+    assert (int(state.accepted), int(state.skipped)) == (11, 5)
     last = {i % WINDOW: x for i, x in enumerate(reference.losses)}
     np.testing.assert_allclose(state.losses, [last[i] for i in range(WINDOW)])
 
@@ -73,7 +77,17 @@ def test_alone_it_leaves_out_spikes_of_the_loss_and_of_the_norm_and_no_others():
 def test_a_norm_that_is_given_is_taken():
     tx = jshard.optim.skip_spikes(optax.sgd(0.1), window=2)
     given = {"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)})
-    assert tx.update(*given, value=1.0, grad_norm=2.0)[1].grad_norms[0] == 2
+    _, state = jax.jit(tx.update)(*given, value=1.0, grad_norm=2.0)
+    assert np.asarray(state.grad_norms)[0] == 2
+
+
+def test_what_a_loss_scale_skips_is_no_spike():
+    state = jshard.optim.skip_spikes(optax.sgd(0.1)).init({"w": jnp.ones(3)})
+    overflow = jnp.float32(1.0), jnp.float32(np.inf), jnp.bool_(False)
+    takes, new, metrics = jax.jit(decide)(6.0, state, *overflow)
+    assert not takes
+    assert bits(new) == bits(state)
+    assert metrics["skipped_steps"] == metrics["spikes_in_a_row"] == 0
 
 
 def loss_fn(model: Any, x: jax.Array) -> jshard.Mean:
