@@ -84,6 +84,7 @@ def test_an_optimizer_for_a_new_run_is_refused_with_the_keys_to_set(saved, befor
     find_parameters(saved[before][0], abstract(now))
 
 
+@pytest.mark.slow
 def test_another_optimizer_within_is_still_refused(saved):
     other = jshard.optim.skip_spikes(optax.sgd(0.1, momentum=0.9), window=4)
     wanted = make_fsdp(1, 8).abstract_state(Model, other)

@@ -181,6 +181,7 @@ def test_steps_are_those_of_one_device_and_numpy_and_a_spike_leaves_all(devices,
         np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_it_costs_no_collective():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=1))
     make = lambda rngs: nnx.Sequential(jshard.Unit(nnx.Linear(16, 16, rngs=rngs)))
