@@ -158,6 +158,8 @@ def train(
         hooks.at_end()
     took = format_duration(time.time() - started)
     display.say(one_line(f"done in {took}, report: {run.shown}/report.html"))
+    if log.skipped:
+        display.say(f"{log.skipped} of {step} steps made no update (skipped_steps)")
     if said := _end_at_best(run, keeps_state):
         display.say(said)
 

@@ -157,7 +157,7 @@ class ProfileSettings:
 
 @dataclasses.dataclass(frozen=True)
 class WatchSettings:
-    """How long the processes of a job wait for each other."""
+    """How long the processes of a job wait for each other, and what else ends a run."""
 
     silence: float = knob(
         8.0,
@@ -173,6 +173,11 @@ class WatchSettings:
         also=("auto",),
         at_least=0,
         at_most=10_000_000,
+    )
+    spikes: int = knob(
+        20,
+        "steps in a row that skip_spikes may skip until the run ends, its state saved",
+        at_least=1,
     )
 
     @property

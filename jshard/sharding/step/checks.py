@@ -29,6 +29,7 @@ from jshard.sharding.settings.policy import OF_STACKS, OF_UNITS, Policy, prefixe
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.units.modules import Stack, is_unit, own_paths
+from jshard.sharding.update.skipping.skip_spikes import within_spikes
 from jshard.sharding.update.stacks.layers_apart import check_layers
 from jshard.system.compat.absent_gpus import cudnn_version
 from jshard.system.errors import UserError, some_of, warn
@@ -102,7 +103,8 @@ def check_shapes(state: TrainState, optimizer: Any) -> None:
     Each array needs a dotted name of its own in a checkpoint, and layers of Stacks must
     be tensors of their own to the optimizer.
     """
-    check_layers(optimizer, exact_types(state.params))
+    inner = within_spikes(optimizer, state.opt_state)
+    check_layers(inner, exact_types(state.params))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = sorted(array_name(path).split(".") for path in paths)
     for name, following in itertools.pairwise(names):

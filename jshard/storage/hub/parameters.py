@@ -13,7 +13,8 @@ from flax import nnx
 
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.update import counts
-from jshard.storage.checkpoint import frozen, metadata
+from jshard.storage.checkpoint import frozen, metadata, spike_memory
+from jshard.storage.checkpoint.buckets.arrays import shown
 from jshard.storage.checkpoint.orbax.folder import is_orbax, open_orbax
 from jshard.storage.checkpoint.orbax.matching import OrbaxMatch, match
 from jshard.storage.checkpoint.restore import find_step
@@ -102,6 +103,13 @@ def find_parameters(
             "optax.constant_schedule(...), which counts"
         )
     folder = find_step(path)
+    stored = metadata.read(folder)["arrays"]
+    if optimizer and (said := spike_memory.as_saved(state, stored)[2]):
+        raise UserError(
+            f"checkpoint.restore_optimizer: checkpoint {shown(folder)} {said}: set "
+            "optimizer.skip_spikes and spike_window as they were there, or leave out "
+            "checkpoint.restore_optimizer"
+        )
     targets, sources = match_parameters(folder, state, optimizer)
     exact = metadata.exact_by_name(state)
     check(

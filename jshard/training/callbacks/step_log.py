@@ -10,7 +10,11 @@ from typing import Any
 import jax
 
 from jshard.sharding.update import counts
-from jshard.training.non_finite import check_finite, describe_skipped
+from jshard.training.non_finite import (
+    check_finite,
+    describe_skipped,
+    too_many_spikes,
+)
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 from jshard.training.run.metrics import RunFolder
@@ -50,6 +54,8 @@ class StepLog(AbstractContextManager):
         self._times: list[float] = []  # of the steps since the display's last line
         self._newest: dict[str, float] = {}
         self._ahead_of_steps = 0  # the optimizer's count, see `begin`
+        self.spikes = ""  # that too many steps in a row were spikes
+        self.skipped = 0  # steps, those of runs that this one resumes included
 
     def begin(self, opt_state: Any) -> None:
         """Reads the optimizer's count before the first step, which may be restored."""
@@ -125,6 +131,9 @@ class StepLog(AbstractContextManager):
                 raise
             if skipped := describe_skipped(step, values):
                 self._display.say(skipped)
+            most = self._settings.watch.spikes
+            self.spikes = self.spikes or too_many_spikes(step, values, most)
+            self.skipped = int(values.get("skipped_steps", 0))
 
     def _read(self, step: int, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step, and returns its metrics and its learning rate."""

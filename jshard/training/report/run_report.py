@@ -41,7 +41,14 @@ _SHOWN = 6  # of these on the page
 _MOST_LEFT_OUT = 20  # lines of damage on the page
 
 # Values of the first step alone, the clock, or the reciprocal of another metric.
-_NO_CHART = ("step", "epoch", "step_time", "time_to_first_step", "time")
+_NO_CHART = (
+    "step",
+    "epoch",
+    "step_time",
+    "time_to_first_step",
+    "time",
+    "spikes_in_a_row",  # in the counts of skipped steps
+)
 # Drawn beside the training metric, or listed in a table.
 _NO_CHART_PREFIX = ("eval_", "checkpoint_")
 _NO_CHART_SUFFIX = "_seen"  # rises with the steps
@@ -300,6 +307,8 @@ def _results(
     if losses := samples("loss"):
         step, loss = losses[-1]
         results[f"training loss at step {step}"] = f"{loss:.4f}"
+    for _, skipped in samples("skipped_steps")[-1:]:
+        results["steps without an update"] = f"{skipped:.0f}"
     for _, seconds in samples("time_to_first_step")[-1:]:
         results["time to first step"] = f"{seconds:.1f} s"
     for name in sorted(name for name in series if name.endswith("_per_second")):
