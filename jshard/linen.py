@@ -1,10 +1,10 @@
-"""Linen models as they are, with units by type.
+"""Shards unmodified Flax Linen models; ``units`` names the types of their layers.
 
 A Linen model is one function of one tree of parameters, ``module.apply``. ``Model``
 holds that tree as Flax NNX Variables, so that ``FSDP`` shards, trains and saves it, and
 calls the function with Linen's own interceptors around it: a call of a unit gathers
-the unit's parameters, runs it on them, and drops them. What a parameter is outside of
-its unit, where there is only a shard, the dataflow of ``unit/`` tells.
+the unit's parameters, runs the unit, and releases them. Which parameters the model
+reads outside of their unit, where it has only shards, is found in the traced program.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The update on global views: per-layer optimizers, averages, offloaded states."""
+"""Optimizers on top of optax: updates per layer, Muon, bfloat16 moments, chains."""
 
 from jshard.sharding.update.bf16_moments import bf16_moments
 from jshard.sharding.update.muon import muon

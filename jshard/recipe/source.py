@@ -193,13 +193,13 @@ def restore_orbax(
     params_at: str | None = None,
     optimizer_at: str | None = None,
 ) -> TrainState:
-    """Goes on from a checkpoint that another program wrote with Orbax.
+    """Continues from a checkpoint that another program wrote with Orbax.
 
     Arrays are found by their paths and read into the shards of any mesh. The parameters
-    are at the place in the checkpoint where the paths of all follow; so is the state of
-    the optimizer, an ``optax`` tree or that of an ``nnx.Optimizer``. Batch statistics
-    and random streams are read too, averages (``Policy.ema_decay``) start from the
-    parameters. What is not read is a warning.
+    are the subtree that contains the paths of all of them, and so is the state of the
+    optimizer, an ``optax`` tree or that of an ``nnx.Optimizer``. Batch statistics and
+    random streams are read too, averages (``Policy.ema_decay``) start from the
+    parameters. A warning lists what is not read.
 
     Args:
       folder: Of the checkpoint, or of a CheckpointManager.

@@ -1,4 +1,4 @@
-"""A run: the loop, its folder, its report."""
+"""Runs of recipes: the training loop, the run's folder, and its report."""
 
 from jshard.training.callbacks.hooks import StopTraining, early_stopping
 

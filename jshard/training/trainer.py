@@ -44,9 +44,9 @@ class Trainer:
         trainer = jshard.Trainer("gpt.py", config={"steps": 100}, workdir="runs/mine")
         trainer.fit()
 
-    A folder that already holds the run goes on where its newest checkpoint ends, as on
+    If the folder already holds the run, it continues from its newest checkpoint, as on
     the command line. Ctrl-C (or "interrupt" in a notebook) lets the step end, saves and
-    raises `Preempted`; the state is kept, and `fit()` goes on. JAX's devices are taken
+    raises `Preempted`; the state is kept, and `fit()` resumes. JAX's devices are taken
     as they are: for several on a CPU, `jax.config.update("jax_num_cpu_devices", 8)`
     before the first use of JAX.
 

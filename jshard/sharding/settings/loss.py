@@ -1,4 +1,4 @@
-"""Mean: a sum and its count, divided only once both are global."""
+"""Mean: a sum and its count, divided only after both are summed over all devices."""
 
 import dataclasses
 import functools

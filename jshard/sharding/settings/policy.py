@@ -1,4 +1,4 @@
-"""Policy: all knobs of the sharding in one place."""
+"""Policy: all settings of the sharding."""
 
 import dataclasses
 import fnmatch
@@ -33,7 +33,7 @@ class Names:
 class Offload(Names):
     """Remat policy: keep activations named with ``checkpoint_name`` in host memory.
 
-    They move to pinned host memory in the forward and return for the backward.
+    They are copied to pinned host memory in the forward and back for the backward.
     Everything else is recomputed. The input of each layer stays on the device, unless
     "inputs" is one of the names.
     """

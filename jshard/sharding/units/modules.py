@@ -44,7 +44,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 # With pytree=False, Flax does not touch the module that an instance becomes.
 class Unit(Derived, pytree=False):
-    """A submodule that gathers its parameters when called and drops them afterwards.
+    """A submodule that gathers its parameters when called and then releases them.
 
     ``Unit(module)`` keeps the attributes, methods, type and parameter paths of
     ``module``. Calls of its public methods gather, too.
