@@ -41,7 +41,7 @@ class StepLog(AbstractContextManager):
         display: ProgressDisplay,
         started: float,
     ):
-        self._settings, self._first = run.settings, done + 1
+        self._settings, self._first, self._peers = run.settings, done + 1, run.peers
         self._recipe, self._throughput = recipe, recipe.throughput
         self._folder, self._display, self._started = folder, display, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
@@ -80,6 +80,7 @@ class StepLog(AbstractContextManager):
         samples = {name: x for name, x in returned.items() if name not in more}
         self._folder.log(step, samples)
         if step == self._first:  # mostly compilation: it is waited for
+            self._peers.at("computing", step)
             with self.drained():
                 pass
 

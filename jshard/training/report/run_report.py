@@ -24,6 +24,7 @@ from jshard.system.pages.page import (
     table,
     tiles,
 )
+from jshard.training.report.goodput import read_goodput
 from jshard.training.report.run_files import (
     printable,
     read_numbers,
@@ -32,6 +33,7 @@ from jshard.training.report.run_files import (
 )
 from jshard.training.report.save_table import format_wait, save_table
 from jshard.training.report.series import Points, Series
+from jshard.training.report.time_section import goodput_section
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
@@ -132,6 +134,11 @@ def _render(
         line_chart("Loss", _lines(series, "loss"), references=references, wide=True),
         tiles((value, name) for name, value in results.items()),
     ]
+    if math.isinf(up_to):  # the account of a step in between would be another
+        account = part("attempts", lambda: read_goodput(workdir, left_out.add), None)
+        if account is not None:
+            heading = "Where the time went"
+            sections.append(section(heading, goodput_section(account)))
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:

@@ -1,0 +1,29 @@
+"""How long XLA compiles, as JAX reports it."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jax import monitoring
+
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@contextmanager
+def timed_compilations(report: Callable[[float], object]) -> Iterator[None]:
+    """Calls `report` with the seconds of each compilation of this thread within it.
+
+    A program that comes from the cache counts with the time to load it.
+    """
+    thread = threading.get_ident()
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == _COMPILED and threading.get_ident() == thread:
+            report(seconds)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
