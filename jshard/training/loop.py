@@ -16,6 +16,7 @@ from jshard.system.cli.terminal import show
 from jshard.system.formatting import format_duration, one_line
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree_on_program
+from jshard.training.callbacks.collection import Collection
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.local_saving import LocalSaving
@@ -106,6 +107,7 @@ def train(
         Copying(run.bucket, jax.process_index()) as copying,
         _open_folder(run, start) as folder,
         account.recorded(run.workdir, start.step),
+        Collection(run.settings.collect_every, account) as collection,
         LocalSaving(run, start, folder, display) as local,
         Saving(run, folder, display, hooks, copying, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
@@ -148,7 +150,8 @@ def train(
             metrics = run.train_step(step, batch)
             run.peers.at("computing", step)
             account.dispatched(step, metrics)
-            log.after_step(step, metrics, batch.waited)
+            collection.after_step(step)  # while the devices compute
+            log.after_step(step, metrics, batch.waited, collection.take())
             run.peers.at("hooks", step)
             profile.after_step(step)
             display.after_step(step, metrics)

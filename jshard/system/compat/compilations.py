@@ -18,9 +18,9 @@ def timed_compilations(report: Callable[[float], object]) -> Iterator[None]:
     """
     thread = threading.get_ident()
 
-    def listen(event: str, seconds: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == _COMPILED and threading.get_ident() == thread:
-            report(seconds)
+            report(duration_secs)
 
     monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -5,6 +5,7 @@ line is ever changed, so that a killed attempt has what it did until its last on
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -107,7 +108,7 @@ def read_goodput(
                 lost = 0.0 if name in _ONCE else max(0.0, lost)
                 seconds[name] -= lost
                 seconds[_LOST] += lost
-    for one, following in zip(attempts, attempts[1:], strict=False):
+    for one, following in itertools.pairwise(attempts):
         down += max(0.0, following["started"] - one["time"])
     found = sorted(((x, name) for name, x in seconds.items() if x > 0), reverse=True)
     return Goodput(len(attempts), {name: x for x, name in found}, lost_steps, down)

@@ -33,6 +33,7 @@ from jshard.training.report.run_files import (
 )
 from jshard.training.report.save_table import format_wait, save_table
 from jshard.training.report.series import Points, Series
+from jshard.training.report.step_times import StepTimes
 from jshard.training.report.time_section import goodput_section
 
 REPORT = "report.html"  # in a run's folder
@@ -43,7 +44,14 @@ _SHOWN = 6  # of these on the page
 _MOST_LEFT_OUT = 20  # lines of damage on the page
 
 # Values of the first step alone, the clock, or the reciprocal of another metric.
-_NO_CHART = ("step", "epoch", "step_time", "time_to_first_step", "time")
+_NO_CHART = (
+    "step",
+    "epoch",
+    "step_time",
+    "time_to_first_step",
+    "time",
+    "collect_time",
+)
 # Drawn beside the training metric, or listed in a table.
 _NO_CHART_PREFIX = ("eval_", "checkpoint_")
 _NO_CHART_SUFFIX = "_seen"  # rises with the steps
@@ -84,14 +92,16 @@ def write_report(
     for line in (*of_config, *of_notes):
         left_out.add(line)
     series: dict[str, Series] = {}
+    times = StepTimes()
     for values in read_numbers(workdir, left_out.add):
         if values["step"] > up_to:
             continue
+        times.add(values)
         for name, value in values.items():
             found = series.setdefault(name, Series())
             if value is not None:  # it was not finite
                 found.add(values["step"], value)
-    page = _render(workdir, config, series, notes, left_out, up_to)
+    page = _render(workdir, config, series, times, notes, left_out, up_to)
     replace_file(output or workdir / REPORT, printable(page))
 
 
@@ -99,6 +109,7 @@ def _render(
     workdir: Path,
     config: _Object,
     series: _Series,
+    times: StepTimes,
     notes: _Object,
     left_out: _LeftOut,
     up_to: float,
@@ -139,6 +150,8 @@ def _render(
         if account is not None:
             heading = "Where the time went"
             sections.append(section(heading, goodput_section(account)))
+    if shown := part("step_time", times.render):
+        sections.append(section("Step times", shown))
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:
