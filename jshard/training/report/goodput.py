@@ -67,7 +67,8 @@ class Goodput:
             if share and name != "training"
         ]
         attempts = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
-        text = f"of {format_long(self.total)} in {attempts}, {self.training:.0%} was training"
+        text = f"of {format_long(self.total)} in {attempts}, "
+        text += f"{self.training:.0%} was training"
         text += f"; {', '.join(parts)}" * bool(parts)
         between = f"; {format_long(self.down)} down between attempts"
         return text + between * (self.down >= 1)

@@ -88,7 +88,8 @@ class StepTimes:
             parts.append(element("rect", class_="column", **at))
         about = {"role": "img", "aria_label": "steps by their time"}
         svg = element("svg", "".join(parts), viewBox="0 0 940 220", **about)
-        return f'<figure class="wide"><figcaption>Steps by their time</figcaption>{svg}</figure>'
+        caption = "<figcaption>Steps by their time</figcaption>"
+        return f'<figure class="wide">{caption}{svg}</figure>'
 
     def _bars(self) -> Iterator[tuple[int, int]]:
         """Yields the lowest bin of each bar, and how many steps are in it."""
