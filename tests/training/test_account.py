@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jshard.system.pages import page
 from jshard.training.report.goodput import CATEGORIES, read_goodput
 from jshard.training.run import account as module
 from jshard.training.run.account import _CATEGORIES, Account
@@ -74,18 +75,21 @@ def test_every_second_has_one_category_and_training_hides_what_is_beside_it(cloc
     account.apart("collecting", 2.0)
     spend(clock, account, "a new phase", 3, 0.25)
     assert seconds_of(account) == {
-        "starting": 7.0 + 2.0 + 0.25,
+        "starting": 7.0 + 2.0,
         "compiling": 1.0 + 20.0,
         "training": 2.0 + 0.5 + 5.0,
         "data": 4.0 + 3.0,
         "saving": 4.0,
         "collecting": 2.0,
+        "other": 0.25,
     }
     assert sum(seconds_of(account).values()) == clock.now - (3600 - 7)
 
 
-def test_every_category_of_a_phase_has_words():
+def test_every_category_of_a_phase_has_words_and_a_color():
     assert {*_CATEGORIES.values()} <= {*CATEGORIES}
+    colors = (Path(page.__file__).parent / "page.css").read_text()
+    assert all(f".time-{name} {{" in colors for name in CATEGORIES)
 
 
 def test_the_seconds_of_a_real_run_sum_to_its_wall_time(tmp_path, capsys):

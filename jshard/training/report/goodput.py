@@ -14,7 +14,7 @@ from typing import Any
 from jshard.system.files.untrusted import parse_json
 
 ATTEMPTS = "attempts.jsonl"  # in a run's folder
-_LOST = "lost"
+_LOST, OTHER = "lost", "other"
 CATEGORIES = {
     "training": "training",
     "starting": "starting",
@@ -26,6 +26,7 @@ CATEGORIES = {
     "profiling": "profiling",
     "collecting": "collecting garbage",
     "hooks": "hooks and logs",
+    OTHER: "other",  # what has no category yet, also in a file of another version
     _LOST: "lost and repeated after a failure",
 }
 _ONCE = ("starting", "compiling", "restoring")  # what an attempt does before its steps
@@ -176,7 +177,10 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     whole = all(type(n) is int and 0 <= n < _MOST_STEPS for n in counts)
     if not whole or not all(map(_is_duration, numbers)):
         return None
-    return line if line["seconds"].keys() <= CATEGORIES.keys() else None
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for name, value in line["seconds"].items():
+        seconds[name if name in CATEGORIES else OTHER] += value
+    return line | {"seconds": seconds}
 
 
 def _is_duration(value: Any) -> bool:

@@ -16,12 +16,17 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from jshard.system.compat.compilations import timed_compilations
-from jshard.training.report.goodput import ATTEMPTS, newest_attempt
+from jshard.training.report.goodput import ATTEMPTS, OTHER, newest_attempt
 from jshard.training.run.append import AppendedFile
 from jshard.training.run.background import PATIENCE
 
-# Categories, by the phases that `Peers.at` is told. All others are of the start.
+# Categories, by the phases that `Peers.at` is told. One that is not here is "other".
 _CATEGORIES = {
+    "": "starting",
+    "setting up": "starting",
+    "choosing by memory": "starting",
+    "making initial values": "starting",
+    "computing what is kept": "starting",
     "reading the first batch": "data",
     "reading tasks": "data",
     "reading the first evaluation batch": "data",
@@ -120,9 +125,8 @@ class Account(AbstractContextManager):
         now = time.perf_counter()
         seconds, left = self._until(now), self._now
         self._now, self._apart = _Now(phase, step, now, seconds), {}
-        if (
-            left.phase == "saving" and self._attempt
-        ):  # a run that goes on from here keeps what came before
+        if left.phase == "saving" and self._attempt:
+            # A run that goes on from here keeps what came before.
             self._lines.put(self._line() | {"step": left.step, "saved": True})
 
     def dispatched(self, step: int, metrics: Any) -> None:
@@ -198,7 +202,7 @@ class Account(AbstractContextManager):
         for category, seconds in dict(self._apart).items():
             parts.append((category, min(seconds, idle)))
             idle -= min(seconds, idle)
-        parts.append((_CATEGORIES.get(phase, "starting"), idle))
+        parts.append((_CATEGORIES.get(phase, OTHER), idle))
         found = dict(before)
         for category, seconds in parts:
             found[category] = found.get(category, 0.0) + seconds

@@ -91,7 +91,7 @@ def test_a_run_that_goes_back_further_loses_parts_of_each_attempt(tmp_path):
     "wrong",
     [
         {"attempt": "1"}, {"step": -1}, {"time": None}, {"seconds": 3},
-        {"seconds": {"training": "x"}}, {"seconds": {"<b>": 1.0}},
+        {"seconds": {"training": "x"}}, {"seconds": {"<b>": None}},
         {"seconds": {"training": 1e300}}, {"from_step": 7},
     ],
     ids=str,
@@ -103,6 +103,15 @@ def test_a_damaged_line_is_left_out_and_named(wrong, tmp_path):
     )
     assert left_out == ["attempts.jsonl, line 7: it is no account of an attempt"]
     assert found == read_goodput(write(tmp_path, *FIRST, *SECOND))
+
+
+def test_seconds_of_a_category_without_a_name_here_are_other_and_are_not_lost(tmp_path):
+    newer = line(1, 50, 9, training=30.0, replaying=15.0, cooling=5.0)
+    left_out: list[str] = []
+    found = read_goodput(write(tmp_path, newer), left_out.append)
+    assert found is not None
+    assert (found.seconds, left_out) == ({"training": 30.0, "other": 20.0}, [])
+    assert str(found) == "of 50 s in 1 attempt, 60% was training; 40% other"
 
 
 def test_half_a_line_at_the_end_is_no_damage(tmp_path):

@@ -196,7 +196,7 @@ def test_checkpoints_are_a_tile_and_a_table_and_no_curves(tmp_path):
     assert page.text["th"][-7:] == [*headings, "10", "15", "20"]
     cells = ["1.0 MiB", "12.3 ms", "1.2 s", "10.0 ms", "20.0 ms", "500 ms"]
     assert page.text["td"][-6:] == cells
-    assert page.text["figcaption"] == ["Loss"]
+    assert page.text["figcaption"] == ["Loss", "Steps by their time"]
     assert "Checkpoints" in page.text["h2"]
 
 
