@@ -17,10 +17,10 @@ from jshard.system.files.lock import check_unlocked
 from jshard.system.formatting import format_duration, one_line
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree_on_program
-from jshard.training.callbacks.collection import Collection
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.local_saving import LocalSaving
+from jshard.training.callbacks.pauses import Pauses
 from jshard.training.callbacks.profiling import Profile
 from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.saving import Saving
@@ -106,8 +106,8 @@ def train(
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         Copying(run.bucket, jax.process_index()) as copying,
         _open_folder(run, start) as folder,
-        account.recorded(run.workdir, start.step),
-        Collection(run.settings.collect_every, account) as collection,
+        account.recorded(run.workdir, start.step, folder.reached),
+        Pauses(account) as pauses,
         LocalSaving(run, start, folder, display) as local,
         Saving(run, folder, display, hooks, copying, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
@@ -151,8 +151,7 @@ def train(
             metrics = run.train_step(step, batch)
             run.peers.at("computing", step)
             account.dispatched(step, metrics)
-            collection.after_step(step)  # while the devices compute
-            log.after_step(step, metrics, batch.waited, collection.take())
+            log.after_step(step, metrics, batch.waited, pauses.take())
             run.peers.at("hooks", step)
             profile.after_step(step)
             display.after_step(step, metrics)

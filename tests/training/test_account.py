@@ -1,5 +1,6 @@
 """The account of an attempt: every second has one category, and survives a kill."""
 
+import gc
 import json
 import queue
 import time
@@ -96,12 +97,17 @@ def test_the_seconds_of_a_real_run_sum_to_its_wall_time(tmp_path, capsys):
     def slow_hook(trainer, step, metrics):
         time.sleep(0.02)
         float(metrics["loss"])
+        if step == 3:
+            objects = [[] for _ in range(200_000)]
+            gc.collect()
+            del objects
 
     config = {"eval_every": 4, "checkpoint.every": 4}
     trainer = make(tmp_path, config=config, on_step=slow_hook)
-    began = time.time()
+    began, callbacks = time.time(), [*gc.callbacks]
     trainer.fit()
     wall = time.time() - began
+    assert gc.callbacks == callbacks
     found = read_goodput(trainer.workdir)
     assert found is not None
     assert found.total == pytest.approx(wall, rel=0.02, abs=0.05)
@@ -111,6 +117,11 @@ def test_the_seconds_of_a_real_run_sum_to_its_wall_time(tmp_path, capsys):
     assert str(found) in capsys.readouterr().out
     lines = Path(trainer.workdir / "attempts.jsonl").read_text().splitlines()
     assert [x["step"] for x in map(json.loads, lines) if x.get("saved")] == [4, 8]
+    assert found.seconds["collecting"] > 0
+    collected = {
+        x["step"]: x["collect_time"] for x in trainer.metrics if "collect_time" in x
+    }
+    assert collected[4] > 1e-3  # the hook runs after step 3's line is made
 
 
 def test_a_kill_leaves_the_lines_so_far_and_the_next_attempt_goes_on(tmp_path, clock):

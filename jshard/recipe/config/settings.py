@@ -199,12 +199,6 @@ class RunSettings:
         0, "seed of initial values, dropout and data order", at_least=0, at_most=_SEED
     )
     log_every: int = knob(10, "steps between two printed lines of metrics", at_least=1)
-    collect_every: int = knob(
-        100,
-        "steps between two runs of Python's garbage collector, in all processes after "
-        "the same step; 0 leaves it to Python, which pauses any of them at any time",
-        at_least=0,
-    )
     eval_every: int = knob(0, "steps between two evaluations; 0 is never", at_least=0)
     eval_batches: int = knob(
         0,

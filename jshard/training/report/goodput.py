@@ -30,7 +30,8 @@ CATEGORIES = {
     _LOST: "lost and repeated after a failure",
 }
 _ONCE = ("starting", "compiling", "restoring")  # what an attempt does before its steps
-_SAME = ("attempt", "from_step", "started")  # in all lines of an attempt
+_COUNTS = ("attempt", "from_step", "reached", "step")
+_SAME = ("attempt", "from_step", "reached", "started")  # in all lines of an attempt
 _MOST_STEPS, _MOST_SECONDS = 2**53, 2.0**40
 
 
@@ -93,6 +94,9 @@ def read_goodput(
     if not newest:
         return None
     attempts = [newest[number] for number in sorted(newest)]
+    for i, following in enumerate(attempts[1:]):  # a kill cost the lines of seconds
+        step = max(attempts[i]["step"], following["reached"])
+        attempts[i] = {**attempts[i], "step": step}
     kept, lowest = {}, _MOST_STEPS  # how many steps of each attempt were kept
     for line in reversed(attempts):
         kept[line["attempt"]] = lowest
@@ -106,7 +110,7 @@ def read_goodput(
         if line["step"] > kept[number]:
             lost_steps += line["step"] - max(kept[number], line["from_step"])
             for name, value in line["seconds"].items():
-                lost = value - bases[number]["seconds"].get(name, 0.0)
+                lost = value - bases.get(number, line)["seconds"][name]
                 lost = 0.0 if name in _ONCE else max(0.0, lost)
                 seconds[name] -= lost
                 seconds[_LOST] += lost
@@ -173,7 +177,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict) or not isinstance(line.get("seconds"), dict):
         return None
     numbers = [line.get("started"), line.get("time"), *line["seconds"].values()]
-    counts = [line.get(name) for name in ("attempt", "from_step", "step")]
+    counts = [line.get(name) for name in _COUNTS]
     whole = all(type(n) is int and 0 <= n < _MOST_STEPS for n in counts)
     if not whole or not all(map(_is_duration, numbers)):
         return None

@@ -139,7 +139,9 @@ class Account(AbstractContextManager):
         self._apart[category] = self._apart.get(category, 0.0) + seconds
 
     @contextmanager
-    def recorded(self, workdir: Path, from_step: int) -> Iterator[None]:
+    def recorded(
+        self, workdir: Path, from_step: int, reached: int = 0
+    ) -> Iterator[None]:
         """Adds lines to the run's `attempts.jsonl` within it.
 
         A thread does, so that a phase of minutes has lines, too, if the process is
@@ -148,6 +150,7 @@ class Account(AbstractContextManager):
         Args:
           workdir: The run's folder, which this process has locked.
           from_step: The steps that were done before this attempt.
+          reached: The last step that an earlier attempt has metrics of.
         """
         if not self._enabled:
             yield
@@ -155,6 +158,7 @@ class Account(AbstractContextManager):
         self._attempt = {
             "attempt": newest_attempt(workdir) + 1,
             "from_step": from_step,
+            "reached": reached,
             "started": round(self._started, 3),
         }
         file = AppendedFile(workdir / ATTEMPTS)

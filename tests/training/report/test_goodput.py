@@ -17,6 +17,7 @@ def line(attempt: int, at: float, step: int, **seconds: float) -> dict[str, Any]
     return {
         "attempt": attempt,
         "from_step": 100 * (attempt - 1),
+        "reached": 0,
         "started": started,
         "time": started + at,
         "step": step,
@@ -74,6 +75,16 @@ def test_a_run_that_went_on_without_a_loss_lost_nothing(tmp_path):
     assert found is not None
     assert (found.lost_steps, found.seconds["training"]) == (0, 120.0)
     assert "lost" not in found.seconds
+
+
+def test_lost_steps_are_those_that_have_metrics_also_after_the_last_line(tmp_path):
+    second = [x | {"reached": 131} for x in SECOND]
+    found = read_goodput(write(tmp_path, *FIRST, *second))
+    assert found is not None
+    assert (found.lost_steps, found.seconds["lost"], found.total) == (31, 15, 190)
+    found = read_goodput(write(tmp_path, *FIRST[:2], *second))  # no line of the save
+    assert found is not None
+    assert (found.lost_steps, found.total) == (31, 60 + 100)
 
 
 def test_a_run_that_goes_back_further_loses_parts_of_each_attempt(tmp_path):
