@@ -53,7 +53,8 @@ def train(
         limit_collectives(settings.watch.limit)
         several = len(set(peers.hosts)) > 1
         shared = folder if several and bucket is None else None
-        cache_compilations(shared, peers.index)
+        first = peers.hosts.index(peers.hosts[peers.index])  # process of this host
+        cache_compilations(shared, writes=first == peers.index)
         starting = time.time()
         start_devices()
         waited = {"joining": joined - joining} if peers.count > 1 else {}

@@ -3,6 +3,7 @@
 import gc
 import json
 import queue
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,12 @@ def test_the_seconds_of_a_real_run_sum_to_its_wall_time(tmp_path, capsys):
         x["step"]: x["collect_time"] for x in trainer.metrics if "collect_time" in x
     }
     assert collected[4] > 1e-3  # the hook runs after step 3's line is made
+    shutil.rmtree(trainer.workdir / "checkpoints" / "8")
+    again = make(tmp_path, config=config).fit()
+    found = read_goodput(again.workdir)
+    assert found is not None
+    assert (found.attempts, found.lost_steps) == (2, 4)
+    assert found.seconds["lost"] > 0
 
 
 def test_a_kill_leaves_the_lines_so_far_and_the_next_attempt_goes_on(tmp_path, clock):

@@ -1,4 +1,4 @@
-"""How long XLA compiles, as JAX reports it."""
+"""How long XLA compiles, as JAX reports it, and which of its flags there are."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -6,8 +6,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from jax import monitoring
+from jaxlib import xla_client
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def has_flags(*names: str) -> bool:
+    """Returns whether XLA has these flags; one that it has not ends the process."""
+    options = xla_client.CompileOptions().executable_build_options.debug_options
+    # Of the type, as reading a path that is not set fails in jaxlib.
+    return all(hasattr(type(options), name) for name in names)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class StepTimes:
         most = ticks(0, max(count for _, count in bars), 4)
         axes = Axes(_BOX, (0, len(bars)), (0, most[-1]))
         every = math.ceil(len(bars) / 8)
-        names = {
+        names: dict[float, str] = {
             i: format_wait(math.exp(_FACTOR * low))
             for i, (low, _) in enumerate(bars)
             if i % every == 0
