@@ -70,6 +70,7 @@ def test_every_second_has_one_category_and_training_hides_what_is_beside_it(cloc
     # The step takes 5 s. The hook is done by then; the data come 3 s later.
     done = clock.now + 5.0
     spend(clock, account, "hooks", 2, 1.0)
+    account.apart("collecting", 0.5)  # which holds up nothing
     spend(clock, account, "data", 2, 7.0)
     complete(account, 2, done)
     spend(clock, account, "step", 3, 0.0)
@@ -123,12 +124,16 @@ def test_the_seconds_of_a_real_run_sum_to_its_wall_time(tmp_path, capsys):
         x["step"]: x["collect_time"] for x in trainer.metrics if "collect_time" in x
     }
     assert collected[4] > 1e-3  # the hook runs after step 3's line is made
+    assert json.loads(lines[-1])["step"] == 8
+    # As if it had been killed soon after the save of step 4, and before that of 8.
+    killed = next(i for i, x in enumerate(lines) if json.loads(x).get("saved"))
+    text = "".join(f"{x}\n" for x in lines[: killed + 1])
+    (trainer.workdir / "attempts.jsonl").write_text(text)
     shutil.rmtree(trainer.workdir / "checkpoints" / "8")
     again = make(tmp_path, config=config).fit()
     found = read_goodput(again.workdir)
     assert found is not None
-    assert (found.attempts, found.lost_steps) == (2, 4)
-    assert found.seconds["lost"] > 0
+    assert (found.attempts, found.lost_steps) == (2, 4)  # by their metrics
 
 
 def test_a_kill_leaves_the_lines_so_far_and_the_next_attempt_goes_on(tmp_path, clock):
