@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jshard.system.errors import UserError
 from jshard.system.pages import page
 from jshard.training.report.goodput import CATEGORIES, read_goodput
 from jshard.training.run import account as module
@@ -155,6 +156,13 @@ def test_a_kill_leaves_the_lines_so_far_and_the_next_attempt_goes_on(tmp_path, c
     assert found is not None
     assert (found.attempts, found.lost_steps, found.down) == (2, 0, 98.0)
     assert found.seconds == {"starting": 5.0 + 2.0, "saving": 1.0}
+
+
+def test_an_account_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "attempts.jsonl").mkdir()
+    wrong = pytest.raises(UserError, match=r"cannot write .*attempts\.jsonl: Is a dir")
+    with wrong, Account(time.time()).recorded(tmp_path, 0):
+        pass
 
 
 def test_other_processes_keep_no_account(tmp_path):

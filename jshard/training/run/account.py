@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from jshard.system.compat.compilations import timed_compilations
+from jshard.system.errors import UserError
 from jshard.training.report.goodput import ATTEMPTS, OTHER, newest_attempt
 from jshard.training.run.append import AppendedFile
 from jshard.training.run.background import PATIENCE
@@ -151,17 +152,24 @@ class Account(AbstractContextManager):
           workdir: The run's folder, which this process has locked.
           from_step: The steps that were done before this attempt.
           reached: The last step that an earlier attempt has metrics of.
+
+        Raises:
+          UserError: The file cannot be read or written.
         """
         if not self._enabled:
             yield
             return
+        path = workdir / ATTEMPTS
+        try:
+            attempt, file = newest_attempt(workdir) + 1, AppendedFile(path)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
         self._attempt = {
-            "attempt": newest_attempt(workdir) + 1,
+            "attempt": attempt,
             "from_step": from_step,
             "reached": reached,
             "started": round(self._started, 3),
         }
-        file = AppendedFile(workdir / ATTEMPTS)
         file.write(b"\n" * file.is_torn())
         self._lines.put(self._line())
         thread = threading.Thread(
