@@ -27,6 +27,7 @@ from jshard.system.cli.paths import is_bucket, is_remote
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes, one_line
+from jshard.training.report.goodput import read_goodput
 from jshard.training.report.several_runs import as_text, read_runs, runs_in
 
 COMMAND = Command(
@@ -63,6 +64,8 @@ def _inspect(argv: list[str]) -> None:
             folders = [path]
             show(describe(path, full=arguments.full))
         else:
+            if goodput := read_goodput(path):
+                show(str(goodput))
             folder = checkpoints_folder(path)
             folders = [step_folder(folder, step) for step in find_steps(folder)]
             where = arguments.PATH if is_bucket(arguments.PATH) else folder

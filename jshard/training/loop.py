@@ -20,6 +20,7 @@ from jshard.training.agreement import agree_on_program
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.local_saving import LocalSaving
+from jshard.training.callbacks.pauses import Pauses
 from jshard.training.callbacks.profiling import Profile
 from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.saving import Saving
@@ -28,6 +29,8 @@ from jshard.training.callbacks.stopping import Stopping
 from jshard.training.check_recipe import check_recipe
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.report.goodput import read_goodput
+from jshard.training.run.account import Account
 from jshard.training.run.bucket import Copying
 from jshard.training.run.metrics import RunFolder, finish_folder
 from jshard.training.run.progress import ProgressDisplay
@@ -36,16 +39,21 @@ from jshard.training.run.start import Start
 
 @contextmanager
 def displayed(
-    steps: int, peers: Peers, waited: Mapping[str, float]
+    steps: int, peers: Peers, waited: Mapping[str, float], account: Account
 ) -> Iterator[ProgressDisplay]:
     """Shows a run's progress within it, and what its first process waits for.
 
     `steps` is its length, and `waited` has the seconds that the process has spent so
-    far, by what it did.
+    far, by what it did. `account` is told of all that it does.
     """
+
+    def shown(phase: str, step: int) -> None:
+        account.at(phase, step)
+        display.at(phase, step)
+
     first = peers.index == 0
     with ProgressDisplay(steps, enabled=first, waited=waited) as display:
-        peers.shown = display.at
+        peers.shown = shown
         try:
             yield display
         finally:
@@ -56,6 +64,7 @@ def train(
     run: PreparedRun,
     display: ProgressDisplay,
     hooks: Hooks,
+    account: Account,
     *,
     started: float,
     keeps_state: bool,
@@ -70,6 +79,7 @@ def train(
       run: What to train, and where.
       display: Shows how far it is.
       hooks: The user's functions to call.
+      account: Where the time goes.
       started: When the process started, as `time.time()`.
       keeps_state: Whether this process holds the state afterwards, so that a signal
         waits for the end of a step even if nothing is saved.
@@ -89,12 +99,15 @@ def train(
         return
     # Everything that can be wrong is found before the folder is written to.
     recipe = check_recipe(run, start)
+    run.peers.at("setting up", start.step)
     note = _start_up_note(run, recipe)
     source = run.restore(start)
     with (
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         Copying(run.bucket, jax.process_index()) as copying,
         _open_folder(run, start) as folder,
+        account.recorded(run.workdir, start.step, folder.reached),
+        Pauses(account) as pauses,
         LocalSaving(run, start, folder, display) as local,
         Saving(run, folder, display, hooks, copying, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
@@ -137,7 +150,9 @@ def train(
             run.peers.at("step" if step > start.step + 1 else "compiling", step)
             metrics = run.train_step(step, batch)
             run.peers.at("computing", step)
-            log.after_step(step, metrics, batch.waited)
+            account.dispatched(step, metrics)
+            log.after_step(step, metrics, batch.waited, pauses.take())
+            run.peers.at("hooks", step)
             profile.after_step(step)
             display.after_step(step, metrics)
             saving.report()
@@ -156,6 +171,8 @@ def train(
             samples.at_end(step)
         saving.at_end(step)
         hooks.at_end()
+    if goodput := read_goodput(run.workdir):
+        display.say(one_line(str(goodput)))
     took = format_duration(time.time() - started)
     display.say(one_line(f"done in {took}, report: {run.shown}/report.html"))
     if log.skipped:

@@ -52,7 +52,9 @@ def train(
         make_cpu_devices(settings.mesh.cpu_devices)
         limit_collectives(settings.watch.limit)
         several = len(set(peers.hosts)) > 1
-        cache_compilations(folder if several and bucket is None else None)
+        shared = folder if several and bucket is None else None
+        first = peers.hosts.index(peers.hosts[peers.index])  # process of this host
+        cache_compilations(shared, writes=first == peers.index)
         starting = time.time()
         start_devices()
         waited = {"joining": joined - joining} if peers.count > 1 else {}

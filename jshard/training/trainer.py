@@ -35,6 +35,7 @@ from jshard.training.prediction import checked, predict_inputs, predictions
 from jshard.training.prepared_run import PreparedRun, prepare_run
 from jshard.training.report.run_files import read_metrics
 from jshard.training.report.run_report import REPORT
+from jshard.training.run.account import Account
 from jshard.training.run.bucket import RunInBucket, open_workdir
 
 
@@ -150,15 +151,17 @@ class Trainer:
           Exception: Whatever a hook raised, after a save.
         """
         started = started or time.time()
-        with self._within(), self._peers.watching():
+        account = Account(started, enabled=self._peers.index == 0)
+        with self._within(), self._peers.watching(), account:
             hooks = Hooks(self, self._peers, **self._hooks)
             configured = configure(self._recipe, self.config)
             steps = configured.settings.steps
-            with displayed(steps, self._peers, waited or {}) as display:
+            with displayed(steps, self._peers, waited or {}, account) as display:
                 train(
                     self._ready(configured),
                     display,
                     hooks,
+                    account,
                     started=started,
                     keeps_state=keeps_state,
                 )

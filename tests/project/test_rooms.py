@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5266,
+    "system": 5366,
     "sharding": 1,
     "sharding/settings": 1958,
     "sharding/layout": 2601,
@@ -27,13 +27,13 @@ MOST_LINES = {
     "sharding/pipeline": 1029,
     "sharding/step": 2441,
     "nn": 1418,
-    "storage": 7803,
+    "storage": 7804,
     "data": 6786,
     "recipe": 2932,
-    "plan": 6443,
+    "plan": 6442,
     "inference": 2498,
-    "training": 5460,
-    "the commands": 1377,
+    "training": 6109,
+    "the commands": 1380,
     "the public names": 715,
 }
 MOST_CLASSES_IN_UNITS = 8

@@ -23,6 +23,7 @@ from jshard.training.run.progress import ProgressDisplay
 # Steps that are under way: two keep the devices busy. More would fill their memory with
 # batches.
 UNDER_WAY = 2
+_LONG = 1e-3  # seconds of collecting garbage from which on a step's line has them
 
 
 class StepLog(AbstractContextManager):
@@ -45,7 +46,7 @@ class StepLog(AbstractContextManager):
         display: ProgressDisplay,
         started: float,
     ):
-        self._settings, self._first = run.settings, done + 1
+        self._settings, self._first, self._peers = run.settings, done + 1, run.peers
         self._recipe, self._throughput = recipe, recipe.throughput
         self._folder, self._display, self._started = folder, display, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
@@ -65,16 +66,23 @@ class StepLog(AbstractContextManager):
                 self._ahead_of_steps = int(made) - (self._first - 1)
 
     def after_step(
-        self, step: int, metrics: Mapping[str, jax.Array], data_wait: float = 0.0
+        self,
+        step: int,
+        metrics: Mapping[str, jax.Array],
+        data_wait: float = 0.0,
+        collect_time: float = 0.0,
     ) -> None:
         """Adds a step that was dispatched; waits until only two are under way.
 
         `data_wait` is how many seconds it waited for its batch; the first step's was
-        read before the run began.
+        read before the run began. `collect_time` is how many seconds Python collected
+        garbage since the step before.
         """
         for x in metrics.values():
             x.copy_to_host_async()
         more = {} if step == self._first else {"data_wait": data_wait}
+        if collect_time >= _LONG:
+            more["collect_time"] = collect_time
         self._under_way.append((step, metrics, more))
         if len(self._under_way) > UNDER_WAY:
             self._write(1)
@@ -86,6 +94,7 @@ class StepLog(AbstractContextManager):
         samples = {name: x for name, x in returned.items() if name not in more}
         self._folder.log(step, samples)
         if step == self._first:  # mostly compilation: it is waited for
+            self._peers.at("computing", step)
             with self.drained():
                 pass
 

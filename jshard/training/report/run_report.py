@@ -24,6 +24,7 @@ from jshard.system.pages.page import (
     table,
     tiles,
 )
+from jshard.training.report.goodput import read_goodput
 from jshard.training.report.run_files import (
     printable,
     read_numbers,
@@ -32,6 +33,8 @@ from jshard.training.report.run_files import (
 )
 from jshard.training.report.save_table import format_wait, save_table
 from jshard.training.report.series import Points, Series
+from jshard.training.report.step_times import StepTimes
+from jshard.training.report.time_section import goodput_section
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
@@ -48,6 +51,7 @@ _NO_CHART = (
     "time_to_first_step",
     "time",
     "spikes_in_a_row",  # in the counts of skipped steps
+    "collect_time",
 )
 # Drawn beside the training metric, or listed in a table.
 _NO_CHART_PREFIX = ("eval_", "checkpoint_")
@@ -89,14 +93,16 @@ def write_report(
     for line in (*of_config, *of_notes):
         left_out.add(line)
     series: dict[str, Series] = {}
+    times = StepTimes()
     for values in read_numbers(workdir, left_out.add):
         if values["step"] > up_to:
             continue
+        times.add(values)
         for name, value in values.items():
             found = series.setdefault(name, Series())
             if value is not None:  # it was not finite
                 found.add(values["step"], value)
-    page = _render(workdir, config, series, notes, left_out, up_to)
+    page = _render(workdir, config, series, times, notes, left_out, up_to)
     replace_file(output or workdir / REPORT, printable(page))
 
 
@@ -104,6 +110,7 @@ def _render(
     workdir: Path,
     config: _Object,
     series: _Series,
+    times: StepTimes,
     notes: _Object,
     left_out: _LeftOut,
     up_to: float,
@@ -139,6 +146,13 @@ def _render(
         line_chart("Loss", _lines(series, "loss"), references=references, wide=True),
         tiles((value, name) for name, value in results.items()),
     ]
+    if math.isinf(up_to):  # the account of a step in between would be another
+        account = part("attempts", lambda: read_goodput(workdir, left_out.add), None)
+        if account is not None:
+            heading = "Where the time went"
+            sections.append(section(heading, goodput_section(account)))
+    if shown := part("step_time", times.render):
+        sections.append(section("Step times", shown))
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:

@@ -61,6 +61,7 @@ class RunFolder(AbstractContextManager):
     Attributes:
       path: The folder.
       recorded: The config as it is written, with the recipe's name as `recipe`.
+      reached: The last step that earlier attempts at the run have metrics of.
 
     Raises:
       UserError: The folder cannot be written, is locked by another process, or holds
@@ -84,6 +85,7 @@ class RunFolder(AbstractContextManager):
         self.recorded: dict[str, Any] = {"recipe": recipe, **config}
         if fitted_on:
             self.recorded[FITTED_ON] = fitted_on
+        self.reached = 0
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
         self._waits = False  # for a disk that is full
@@ -110,7 +112,7 @@ class RunFolder(AbstractContextManager):
             )
         if resume_from is not None:
             self._notes = read_notes(self.path)
-            cut_back(self.path, resume_from, restored)
+            self.reached = cut_back(self.path, resume_from, restored)
             self._notes["resumed"] = [*self._notes.get("resumed", []), resume_from]
             replace_file(self.path / NOTES, _json(self._notes, indent=2))
         elif metrics.exists() and metrics.stat().st_size:

@@ -12,7 +12,7 @@ from jshard.system.cli.terminal import outliving_terminal, show
 from jshard.system.formatting import format_count, format_duration, one_line, printable
 from jshard.training.run.live_line import LiveLine
 
-_STEPS = ("step", "computing", "data")  # the phases between steps
+_STEPS = ("step", "computing", "hooks", "data")  # the phases between steps
 _LONG = 2.0  # seconds from which on one of these is shown
 _NAMED = 0.3  # seconds from which on a part of the start is named
 

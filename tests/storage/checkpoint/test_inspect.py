@@ -56,6 +56,19 @@ def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
         "(4, 16, 16)  stacked",
     ):
         assert part in out
+    assert "was training" not in out  # it has no account
+
+
+def test_where_a_runs_time_went_is_the_first_line(run, monkeypatch, capsys):
+    line = {
+        "attempt": 1, "from_step": 0, "reached": 0, "started": 5.0, "time": 25.0,
+        "step": 8, "seconds": {"starting": 5.0, "training": 15.0},
+    }  # fmt: skip
+    (run / "attempts.jsonl").write_text(f"{json.dumps(line)}\n")
+    code, out, _ = shown(monkeypatch, capsys, inspect._inspect, run)
+    assert code == 0
+    first = "of 20 s in 1 attempt, 75% was training; 25% starting"
+    assert out.splitlines()[0] == first
 
 
 def test_metrics_that_are_arrays_are_numbers():

@@ -193,10 +193,10 @@ def test_checkpoints_are_a_tile_and_a_table_and_no_curves(tmp_path):
     results = figures(page)
     assert results["held up training for a save, median; 12.3% of a step"] == "12.3 ms"
     headings = ["step", "size", "held up training", "written in"]
-    assert page.text["th"] == [*headings, "10", "15", "20"]
+    assert page.text["th"][-7:] == [*headings, "10", "15", "20"]
     cells = ["1.0 MiB", "12.3 ms", "1.2 s", "10.0 ms", "20.0 ms", "500 ms"]
-    assert page.text["td"] == cells
-    assert page.text["figcaption"] == ["Loss"]
+    assert page.text["td"][-6:] == cells
+    assert page.text["figcaption"] == ["Loss", "Steps by their time"]
     assert "Checkpoints" in page.text["h2"]
 
 
