@@ -44,15 +44,8 @@ _SHOWN = 6  # of these on the page
 _MOST_LEFT_OUT = 20  # lines of damage on the page
 
 # Values of the first step alone, the clock, or the reciprocal of another metric.
-_NO_CHART = (
-    "step",
-    "epoch",
-    "step_time",
-    "time_to_first_step",
-    "time",
-    "spikes_in_a_row",  # in the counts of skipped steps
-    "collect_time",
-)
+_NO_CHART = {"step", "epoch", "time", "step_time", "time_to_first_step", "collect_time"}
+_NO_CHART |= {"spikes_in_a_row"}  # in the counts of skipped steps
 # Drawn beside the training metric, or listed in a table.
 _NO_CHART_PREFIX = ("eval_", "checkpoint_")
 _NO_CHART_SUFFIX = "_seen"  # rises with the steps
