@@ -143,7 +143,7 @@ class ProfileSettings:
 
 @dataclasses.dataclass(frozen=True)
 class WatchSettings:
-    """How long the processes of a job wait for each other."""
+    """How long processes wait for each other, and whether devices compute right."""
 
     silence: float = knob(
         8.0,
@@ -159,6 +159,24 @@ class WatchSettings:
         also=("auto",),
         at_least=0,
         at_most=10_000_000,
+    )
+    replay: int = knob(
+        0,
+        "steps between two that are computed again on other devices, whose bits must "
+        "be the same; 0 is never",
+        at_least=0,
+    )
+    replicas: int = knob(
+        0,
+        "steps between two comparisons of what several devices hold copies of; 0 is "
+        "never",
+        at_least=0,
+    )
+    on_difference: str = knob(
+        "end",
+        "what a difference that one of these finds does: end the run, or go_on with a "
+        "warning",
+        choices=("end", "go_on"),
     )
 
     @property
