@@ -107,7 +107,7 @@ class Watched:
         accumulate = sizes.pop("accumulate", 1)
         policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate)
         self.fsdp = jshard.FSDP(mesh_of(number, **sizes), policy)
-        self.optimizer = optax.adam(1e-2)
+        self.optimizer = optax.sgd(1e-2)
         make = lambda: Model(nnx.Rngs(0), layers, stacked=stacked)
         model = filled(make)
         for path, variable in nnx.to_flat_state(nnx.state(model)):
@@ -129,14 +129,14 @@ class Watched:
 
 
 def test_a_bit_that_flips_on_a_device_is_found_there_and_none_else():
-    watched = Watched(4, layers=1)
+    watched = Watched(2, layers=1)
     assert watched.find(None) is None
-    flip = Flip(device=2, site=1, layer=0, element=9, bit=30, computations=(1,))
+    flip = Flip(device=1, site=1, layer=0, element=9, bit=30, computations=(0,))
     found = watched.find(flip)
     assert found is not None
-    assert (found.verdict.kind, found.verdict.places) == ("device", (2,))
+    assert (found.verdict.kind, found.verdict.places) == ("device", (1,))
     assert found.verdict.arrays == ("blocks.0.down.kernel",)
-    assert [x.distance for x in found.computations] == [0, 1, 2, 0]
+    assert [x.distance for x in found.computations] == [0, 1, 0, 1]
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_a_bit_that_flips_on_a_device_is_found_there_and_none_else():
         (8, {"replica": 2, "stacked": True}),
         (8, {"accumulate": 2, "stacked": True}),
         (4, {"replica": 2}),
-        (8, {"tensor": 2, "fsdp": 4, "stacked": True}),
+        (8, {"replica": 8, "fsdp": 1}),
         (2, {"stacked": True}),
     ],
     ids=str,
