@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jshard
+import tiny_axes
 from filled import filled
 from flipped import Flip, Flipping, Model, loss_fn, rows
 from jshard.sharding.step.replay.bits import hash_bits
@@ -194,3 +195,31 @@ def test_no_false_alarm_in_ten_thousand_steps():
         other = replay.elsewhere(state, batch, 1)
         (state, _), here = replay.here(state, batch)
         assert not differs(here, other), int(state.step)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor": 2, "fsdp": 2},
+        {"context": 2, "replica": 2, "fsdp": 2},
+        {"pipe": 2, "fsdp": 2},
+    ],
+    ids=str,
+)
+def test_other_axes_compute_the_same_bits_elsewhere(sizes):
+    number = int(np.prod(list(sizes.values())))
+    accumulate = 2 if "pipe" in sizes else 1
+    fsdp = jshard.FSDP(
+        mesh_of(number, **sizes),
+        jshard.Policy(min_shard_elements=0, accumulate=accumulate),
+        sequences=("x", "y", "weights"),
+    )
+    state = fsdp.from_model(tiny_axes.made(), tiny_axes.TX)
+    batch = fsdp.shard_batch(tiny_axes.batch())
+    replay = Replay(fsdp, tiny_axes.loss_fn, tiny_axes.TX)
+    assert replay.check(state, batch) is None
+    other = {name: x + (name == "x") for name, x in tiny_axes.batch().items()}
+    other = replay.here(state, fsdp.shard_batch(other))[1]
+    assert differs(replay.here(state, batch)[1], other)

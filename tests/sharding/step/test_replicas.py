@@ -13,7 +13,7 @@ from flax import nnx
 import jshard
 from filled import filled
 from jshard.sharding.step.replay import replicas
-from jshard.sharding.step.replay.replicas import bytes_sent, compare_copies
+from jshard.sharding.step.replay.replicas import Copies, bytes_sent, compare_copies
 
 
 def state_on(number: int, replica: int) -> tuple[Any, Any]:
@@ -54,6 +54,15 @@ def held():
 
 def test_copies_that_are_equal_are_no_difference(held):
     assert compare_copies(*held) == []
+
+
+def test_of_two_copies_both_are_named_and_of_more_the_odd_one(held):
+    mesh, state = held
+    spoiled = with_flip(state, "params.layers.1.kernel", 3, 5, 17)
+    (found,) = compare_copies(mesh, spoiled)
+    assert found == Copies("params.layers.1.kernel", (1, 3), ())
+    spoiled = with_flip(state, "step", 2)
+    assert compare_copies(mesh, spoiled) == [Copies("step", (2,), (0, 1, 3))]
 
 
 def test_what_is_said_to_be_sent_is_what_the_program_sends(held):

@@ -141,7 +141,8 @@ class Replay:
 
     def _compute(self, state: TrainState, batch: Any, distance: int) -> Any:
         results, words = self.program(distance)(state, batch)
-        after = named_arrays(results)
+        state, metrics = results
+        after = [*named_arrays(state), *((k, x, 0) for k, x in metrics.items())]
         left = hash_shards([x for _, x, _ in after], [layers for *_, layers in after])
         found = np.concatenate([on_host(words), on_host(left)], axis=1)
         ends = [
@@ -174,7 +175,7 @@ def named_arrays(tree: Any) -> list[tuple[str, jax.Array, int]]:
         layers = layer_dims(variable) if is_variable(variable) else 0
         if layers > x.ndim or any(spec_of(x)[:layers]):  # what an optimizer made of it
             layers = 0
-        found.append((array_name(path[1:] if len(path) > 1 else path), x, layers))
+        found.append((array_name(path), x, layers))
     return found
 
 

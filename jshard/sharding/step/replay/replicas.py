@@ -67,7 +67,7 @@ def compare_copies(mesh: Mesh, state: TrainState) -> list[Copies]:
     hashes = on_host(words).reshape(mesh.size, len(leaves), WORDS)
     return [
         _named(name, mesh, spec, hashes[:, i])
-        for i, (name, spec) in enumerate(zip(dict(arrays), specs, strict=True))
+        for i, ((name, _), spec) in enumerate(zip(arrays, specs, strict=True))
         if np.asarray(differing)[i]
     ]
 
