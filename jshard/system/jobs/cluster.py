@@ -19,7 +19,7 @@ from jshard.system.jobs.schedulers import (
 _COUNT: dict[str, Any] = {"kind": int, "at_most": 999_999_999}
 OPTIONS = {
     "coordinator": Option(
-        None, "the host of process 0, and a free port there", kind=str,
+        None, "the host of process 0, and a free port on it", kind=str,
         shown="HOST:PORT",
     ),
     "num_processes": Option(None, "the number of processes", at_least=1, **_COUNT),
@@ -27,7 +27,7 @@ OPTIONS = {
         None, "the number of this process, from 0", at_least=0, shown="I", **_COUNT
     ),
     "local_device_ids": Option(
-        None, "the GPUs of this process; by default all that it sees", kind=str,
+        None, "the GPUs that this process uses; by default all that it sees", kind=str,
         shown="0,1",
     ),
 }  # fmt: skip
