@@ -49,7 +49,9 @@ class Watching:
         notes = []
         if every := self._settings.replay:
             job, seed = run.job, run.settings.seed
-            self._replay = Replay(job.fsdp, job.recipe.loss_fn, job.optimizer, seed)
+            self._replay = Replay(
+                job.fsdp, job.configured.recipe.loss_fn, job.optimizer, seed
+            )
             size = format_bytes(_bytes_of_shards(run.abstract_state))
             far = self._replay.distances[0]
             notes.append(

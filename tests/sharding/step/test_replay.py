@@ -1,5 +1,6 @@
 """A step again on other devices: the same bits, or who computed others."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -138,6 +139,17 @@ def test_a_bit_that_flips_on_a_device_is_found_there_and_none_else():
     assert (found.verdict.kind, found.verdict.places) == ("device", (1,))
     assert found.verdict.arrays == ("blocks.0.down.kernel",)
     assert [x.distance for x in found.computations] == [0, 1, 0, 1]
+    # Of two devices one that is always wrong is found, and cannot be told.
+    found = watched.find(dataclasses.replace(flip, computations=(0, 1, 2, 3)))
+    assert found is not None
+    assert (found.verdict.kind, found.verdict.places) == ("open", (0, 1))
+    # Every array of the state has a hash, and each metric.
+    hashed = [event.name for event in found.events if event.kind == "state"]
+    arrays = len(jax.tree.leaves(watched.state))
+    assert len(set(hashed)) == arrays + 2
+    assert {"step", "params.blocks.0.up.kernel", "loss", "grad_norm"} <= {*hashed}
+    gradients = [event.name for event in found.events if event.kind == "gradient"]
+    assert len(gradients) == len(jax.tree.leaves(watched.state.params))
 
 
 @pytest.mark.slow

@@ -65,6 +65,13 @@ def test_of_two_copies_both_are_named_and_of_more_the_odd_one(held):
     assert compare_copies(mesh, spoiled) == [Copies("step", (2,), (0, 1, 3))]
 
 
+def test_each_array_of_a_state_is_compared(held):
+    mesh, state = held
+    for name, x, _ in arrays_of(state):
+        spoiled = with_flip(state, name, 1, x.size - 1, 31)
+        assert [found.name for found in compare_copies(mesh, spoiled)] == [name]
+
+
 def test_what_is_said_to_be_sent_is_what_the_program_sends(held):
     mesh, state = held
     leaves = [x for _, x, _ in arrays_of(state)]
