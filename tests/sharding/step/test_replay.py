@@ -16,7 +16,7 @@ from filled import filled
 from flipped import Flip, Flipping, Model, loss_fn, rows
 from jshard.sharding.step.replay.bits import hash_bits
 from jshard.sharding.step.replay.replayed import Difference, Replay
-from jshard.sharding.step.replay.rolled import distances
+from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh
 from jshard.sharding.step.replay.sent import Event, Loop
 from jshard.sharding.step.replay.verdict import Computation, differs, judge
 
@@ -94,6 +94,22 @@ def test_a_step_moves_to_the_next_devices_and_then_further():
     assert distances(mesh_of(4)) == [1, 2]
 
 
+def test_each_shard_moves_to_another_device_with_its_bits():
+    mesh = mesh_of(4, replica=2)
+    place = jax.NamedSharding(mesh, jax.P(("replica", "fsdp")))
+    x = jax.device_put(np.arange(8, dtype=np.float32), place)
+    # A step, by which CPUs order what is sent, moves along.
+    moved, _ = move([x, jnp.int32(3)], mesh, 1)
+    assert moved.sharding.mesh == rolled_mesh(mesh, 1)
+    np.testing.assert_array_equal(np.asarray(moved), np.asarray(x))
+    on = lambda x: [s.device.id for s in sorted(x.addressable_shards, key=_start)]
+    assert (on(x), on(moved)) == ([0, 1, 2, 3], [1, 2, 3, 0])
+
+
+def _start(shard: Any) -> int:
+    return shard.index[0].start or 0
+
+
 def test_one_device_has_nobody_to_exchange_with():
     fsdp = jshard.FSDP(mesh_of(1))
     with pytest.raises(jshard.UserError, match="the mesh has one"):
@@ -130,6 +146,7 @@ class Watched:
         return self.replay.explain(*given, here, other)
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_on_a_device_is_found_there_and_none_else():
     watched = Watched(2, layers=1)
     assert watched.find(None) is None
@@ -143,13 +160,6 @@ def test_a_bit_that_flips_on_a_device_is_found_there_and_none_else():
     found = watched.find(dataclasses.replace(flip, computations=(0, 1, 2, 3)))
     assert found is not None
     assert (found.verdict.kind, found.verdict.places) == ("open", (0, 1))
-    # Every array of the state has a hash, and each metric.
-    hashed = [event.name for event in found.events if event.kind == "state"]
-    arrays = len(jax.tree.leaves(watched.state))
-    assert len(set(hashed)) == arrays + 2
-    assert {"step", "params.blocks.0.up.kernel", "loss", "grad_norm"} <= {*hashed}
-    gradients = [event.name for event in found.events if event.kind == "gradient"]
-    assert len(gradients) == len(jax.tree.leaves(watched.state.params))
 
 
 @pytest.mark.slow

@@ -2,32 +2,42 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jshard
-from flipped import Flip, Flipping, Model, loss_fn, rows
+from flipped import Block, Flip, Flipping, rows
 from jshard.system.errors import RunFailed, UserError
 from jshard.training.watch import watching
 from processes import Processes
 from resumable import read_metrics
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = [
+    pytest.mark.usefixtures("compiled_once"),
+    pytest.mark.filterwarnings("ignore:100% of the parameters are in no Stack"),
+]
 
 # Before the first step there are two computations here and one elsewhere; in step 2
 # there is one elsewhere and one here.
 ELSEWHERE_IN_STEP_2, HERE_IN_STEP_2 = 3, 4
 
 
+def loss_fn(model: Block, batch: Any) -> jshard.Mean:
+    error = model(batch["x"], batch["fault"][0]).sum(1) - batch["x"].sum(1)
+    return jshard.Mean(jnp.sum(error**2), error.size)
+
+
 def make(folder: Path, *, number: int = 2, **given: Any) -> jshard.Trainer:
     """A trainer of three steps on examples that differ, on some of the devices."""
     parts: dict[str, Any] = {
-        "make_model": lambda config, rngs: Model(rngs, 1, stacked=False),
+        "make_model": lambda config, rngs: Block(rngs),
         "make_optimizer": lambda config: optax.sgd(1e-2),
         "loss_fn": loss_fn,
         "train_data": rows(64),
@@ -44,6 +54,11 @@ class Broken(Flipping):
     fault = Flip(
         device=1, site=1, layer=0, element=9, bit=30, computations=(HERE_IN_STEP_2,)
     )
+    newest: "Broken"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        Broken.newest = self
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:
@@ -57,10 +72,10 @@ def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
     monkeypatch.setattr(watching, "Replay", Broken)
     ended, gone_on = tmp_path / "ended", tmp_path / "gone_on"
     with pytest.raises(RunFailed) as caught:
-        make(ended, config={"watch.replay": 2}).fit()
+        (trainer := make(ended, config={"watch.replay": 2})).fit()
     assert re.fullmatch(
         r"step 2: device 1 \(process 0, host \S+\) computed other bits than other "
-        r"devices, once in 4 times, first in blocks\.0\.down\.kernel; the state before "
+        r"devices, once in 4 times, first in down\.kernel; the state before "
         r"it is saved as step 1; the hashes are in \S+/run/difference-step-2\.json",
         str(caught.value),
     )
@@ -71,9 +86,16 @@ def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
     found = json.loads((ended / "run/difference-step-2.json").read_text())
     assert (found["step"], found["found"], found["places"]) == (2, "device", [1])
     named = [one["name"] for one in found["hashes"] if one["kind"] == "gradient"]
-    assert named[0] == "blocks.0.down.kernel"
+    assert named[0] == "down.kernel"
+    distances = [one["devices_further_on"] for one in found["computations"]]
+    assert distances == [0, 1, 0, 1]
     batch = np.load(ended / "run/difference-step-2.npz")
     assert batch["x"].shape == (16, 8)
+    # Each gradient has a hash, and each array of the state, and each metric.
+    hashed = Counter(event.kind for event in Broken.newest.events)
+    params, arrays = trainer.state.params, jax.tree.leaves(trainer.state)
+    assert hashed["gradient"] == len(jax.tree.leaves(params))
+    assert hashed["state"] == len(arrays) + len(["loss", "grad_norm"])
     # It goes on unwatched, without a word but that this key is another one.
     make(ended).fit()
     start, _, rest = capsys.readouterr().out.partition("\n")
@@ -97,14 +119,14 @@ def flip_after(step: int, place: int) -> Any:
 
     def flip(trainer: Any, now: int, metrics: Any) -> None:
         if now == step:
-            scale = trainer.state.params["scale"]
-            x = scale.get_value()
+            kernel = trainer.state.params["up"]["kernel"]
+            x = kernel.get_value()
             shards = [np.array(shard.data) for shard in x.addressable_shards]
-            shards[place].view(np.uint32)[3] ^= 1 << 20
+            shards[place].view(np.uint32)[3, 5] ^= 1 << 20
             pairs = zip(shards, x.addressable_shards, strict=True)
             placed = [jax.device_put(shard, old.device) for shard, old in pairs]
             like = x.shape, x.sharding, placed
-            scale.set_value(jax.make_array_from_single_device_arrays(*like))
+            kernel.set_value(jax.make_array_from_single_device_arrays(*like))
 
     return flip
 
@@ -126,10 +148,12 @@ def test_a_copy_that_differs_is_named_with_when_copies_agreed(
     else:
         trainer.fit()
     out = " ".join(capsys.readouterr().out.split())
-    assert "replicas copies of 7 of 7 arrays compared every 2nd step, 140 B of" in out
+    assert "replicas copies of 4 of 4 arrays compared every 2nd step, 80 B of" in out
     said = " ".join((said or out).split())
     assert "after step 4 device 0 (process 0, host " in said
-    assert " hold other copies of params.scale, and which is right cannot be " in said
+    assert (
+        " hold other copies of params.up.kernel, and which is right cannot be " in said
+    )
     assert "told; copies agreed after step 2; the hashes are in " in said
     assert (tmp_path / "run/difference-after-step-4.json").exists()
     saved = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
@@ -178,6 +202,6 @@ def test_each_of_two_processes_names_the_others_device(tmp_path):
         first, second = processes.call(fails_in_two_processes, tmp_path)
     assert first == second
     assert re.match(r"step 2: device \d+ \(process 1, host \S+\) computed ", first)
-    assert "again and again, first in blocks.0.down.kernel; " in first
+    assert "again and again, first in down.kernel; " in first
     found = json.loads((tmp_path / "run/difference-step-2.json").read_text())
     assert found["places"] == [3]
