@@ -56,7 +56,7 @@ class Watching:
             far = self._replay.distances[0]
             notes.append(
                 f"replay          of the first step and every {_th(every)}, on the "
-                f"devices {far} further on; a second state, {size} a device"
+                f"devices {far} further on; a second state, {size} per device"
             )
         if every := self._settings.replicas:
             number, arrays, size = bytes_sent(self._mesh, run.abstract_state)

@@ -130,8 +130,8 @@ class Watched:
         model = filled(make)
         for path, variable in nnx.to_flat_state(nnx.state(model)):
             if path[-1] == "number":
-                number = path[1] if not stacked else np.arange(layers)
-                variable.set_value(np.asarray(number, np.int32))
+                own = path[1] if not stacked else np.arange(layers)
+                variable.set_value(np.asarray(own, np.int32))
         self.state = self.fsdp.from_model(model, self.optimizer)
         self.batch = self.fsdp.shard_batch(rows())
         self.replay = Flipping(self.fsdp, loss_fn, self.optimizer)

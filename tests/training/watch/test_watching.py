@@ -71,8 +71,9 @@ def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
 ):
     monkeypatch.setattr(watching, "Replay", Broken)
     ended, gone_on = tmp_path / "ended", tmp_path / "gone_on"
+    trainer = make(ended, config={"watch.replay": 2})
     with pytest.raises(RunFailed) as caught:
-        (trainer := make(ended, config={"watch.replay": 2})).fit()
+        trainer.fit()
     assert re.fullmatch(
         r"step 2: device 1 \(process 0, host \S+\) computed other bits than other "
         r"devices, once in 4 times, first in down\.kernel; the state before "

@@ -80,7 +80,6 @@ class Replay:
             )
         self.distances = distances(self.mesh)
         self.events: list[Event] = []
-        self._in_step: list[Event] = []
         self._fsdp, self._train = fsdp, (loss_fn, optimizer, seed)
         self._programs: dict[int, Any] = {}
 
@@ -118,7 +117,7 @@ class Replay:
         return self.explain(state, batch, first, other, again)
 
     def program(self, distance: int) -> Callable[[TrainState, Any], Any]:
-        """Returns the step with hashes, ``(state, metrics), words``, for a mesh.
+        """Returns the step with ``Hashes``, ``(state, metrics), hashes``, for a mesh.
 
         The one of a rolled mesh takes the memory of its state.
         """
@@ -129,7 +128,7 @@ class Replay:
 
             def train_step(state: TrainState, batch: Any) -> Any:
                 gradients = _gradients(state.params)
-                return recorded(step, gradients, self._in_step)(state, batch)
+                return recorded(step, gradients)(state, batch)
 
             jitted = jax.jit(
                 train_step,
@@ -140,16 +139,16 @@ class Replay:
         return self._programs[distance]
 
     def _compute(self, state: TrainState, batch: Any, distance: int) -> Any:
-        results, words = self.program(distance)(state, batch)
+        results, hashes = self.program(distance)(state, batch)
         state, metrics = results
         after = [*named_arrays(state), *((k, x, 0) for k, x in metrics.items())]
         left = hash_shards([x for _, x, _ in after], [layers for *_, layers in after])
-        found = np.concatenate([on_host(words), on_host(left)], axis=1)
+        found = np.concatenate([on_host(hashes.words), on_host(left)], axis=1)
         ends = [
             Event("state", name, (_LAST, place), tuple(x.shape[:layers]))
             for place, (name, x, layers) in enumerate(after)
         ]
-        self.events = [*self._in_step, *ends]
+        self.events = [*hashes.events, *ends]
         return results, Computation(distance, found)
 
 

@@ -6,6 +6,7 @@ them. A step is traced, and evaluated again with a hash of the operands of each
 collective, inside of loops, too; the values themselves stay as they are.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -59,74 +60,87 @@ class Result(NamedTuple):
     layers: int
 
 
-Hashed = tuple[Event, jax.Array]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Hashes:
+    """What has hashes, and these, one after the other.
+
+    Attributes:
+      events: static, in the order of words.
+      words: uint32 (devices, words); of one event, within a device, (*its shape, 2).
+    """
+
+    events: tuple[Event, ...] = dataclasses.field(metadata={"static": True})
+    words: jax.Array
+
+    def within(self, *around: int | Loop) -> "Hashes":
+        """Returns them with the place where they are, or the loop, put before."""
+        events = [e._replace(path=(*around, *e.path)) for e in self.events]
+        return Hashes(tuple(events), self.words)
 
 
 def recorded(
-    step: Callable[..., Any], gradients: Sequence[Result], events: list[Event]
+    step: Callable[..., Any], gradients: Sequence[Result]
 ) -> Callable[..., Any]:
-    """Returns a step that also returns the hashes: uint32 (devices, words).
+    """Returns a step that also returns ``Hashes``.
 
     Args:
       step: a jitted ``step(state, batch)``.
       gradients: what its devices return first.
-      events: when the step is traced, it gets what has hashes, in the order of words.
     """
 
-    def run(*args: Any) -> tuple[Any, jax.Array]:
+    def run(*args: Any) -> tuple[Any, Hashes]:
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
         results, found = _outside(closed, jax.tree.leaves(args), gradients)
-        events[:] = [event for part, _ in found for event in part]
-        words = jnp.concatenate([words for _, words in found], axis=1)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results), words
+        words = jnp.concatenate([part.words for part in found], axis=1)
+        hashes = Hashes(_events(found), words)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results), hashes
 
     return run
 
 
+def _events(found: Sequence[Hashes]) -> tuple[Event, ...]:
+    return tuple(event for part in found for event in part.events)
+
+
 def _outside(
     closed: core.ClosedJaxpr, inputs: Sequence[Any], gradients: Sequence[Result]
-) -> tuple[list[Any], list[tuple[list[Event], jax.Array]]]:
+) -> tuple[list[Any], list[Hashes]]:
     """Runs a program of global arrays; returns hashes of each ``shard_map`` in it."""
     env, found = jaxprs.environment(closed, inputs), []
     for place, eqn in enumerate(closed.jaxpr.eqns):
         values = jaxprs.read(env, eqn.invars)
         with jaxprs.context(eqn):
             if eqn.primitive.name == "shard_map":
-                results, events, words = _on_devices(eqn, values, gradients)
-                here = [([_within(event, place) for event in events], words)]
+                results, hashes = _on_devices(eqn, values, gradients)
+                here = [hashes]
             elif eqn.primitive.name in jaxprs.CALLS and jaxprs.has(eqn, {"shard_map"}):
-                results, parts = _outside(jaxprs.inner_jaxpr(eqn), values, gradients)
-                here = [([_within(e, place) for e in part], x) for part, x in parts]
+                results, here = _outside(jaxprs.inner_jaxpr(eqn), values, gradients)
             else:
                 results, here = jaxprs.bind(eqn, values), []
-        found += here
+        found += [part.within(place) for part in here]
         env.update(zip(eqn.outvars, results, strict=True))
     return jaxprs.read(env, closed.jaxpr.outvars), found
 
 
-def _within(event: Event, *around: int | Loop) -> Event:
-    return event._replace(path=(*around, *event.path))
-
-
 def _on_devices(
     eqn: Any, values: Sequence[Any], gradients: Sequence[Result]
-) -> tuple[list[Any], list[Event], jax.Array]:
-    params, events = eqn.params, []
-    mesh = params["mesh"]
+) -> tuple[list[Any], Hashes]:
+    params, mesh = eqn.params, eqn.params["mesh"]
     inner = core.ClosedJaxpr(params["jaxpr"], ())
     shapes = [tuple(v.aval.shape) for v in eqn.outvars[: len(gradients)]]
     has_gradients = shapes == [result.shape for result in gradients]
 
-    def local(*inputs: Any) -> tuple[list[Any], jax.Array]:
+    def local(*inputs: Any) -> tuple[list[Any], Hashes]:
         results, hashed = _inside(inner, inputs, dict(mesh.shape))
         last = len(inner.jaxpr.eqns)
         returned = results[: len(gradients)] if has_gradients else []
         for wanted, x in zip(gradients, returned, strict=has_gradients):
             layers = tuple(x.shape[: wanted.layers])
             event = Event("gradient", wanted.name, (last,), layers)
-            hashed.append((event, hash_bits(lax.optimization_barrier(x), len(layers))))
-        events[:] = [event for event, _ in hashed]
-        return results, joined([words for _, words in hashed])
+            words = hash_bits(lax.optimization_barrier(x), len(layers))
+            hashed.append(Hashes((event,), words))
+        return results, Hashes(_events(hashed), joined([x.words for x in hashed]))
 
     mapped = jax.shard_map(
         local,
@@ -136,8 +150,7 @@ def _on_devices(
         axis_names=params["newly_manual_axes"],
         check_vma=False,
     )
-    results, words = mapped(*values)
-    return results, events, words
+    return mapped(*values)
 
 
 # One device, inside shard_map.
@@ -145,7 +158,7 @@ def _on_devices(
 
 def _inside(
     closed: core.ClosedJaxpr, inputs: Sequence[Any], sizes: dict[Any, int]
-) -> tuple[list[Any], list[Hashed]]:
+) -> tuple[list[Any], list[Hashes]]:
     """Runs a program of one device's values; ``sizes`` are those of the mesh's axes."""
     env, hashed = jaxprs.environment(closed, inputs), []
     for place, eqn in enumerate(closed.jaxpr.eqns):
@@ -166,7 +179,7 @@ def _inside(
             else:  # a branch, or a loop of unknown length: what comes out of it
                 results = jaxprs.bind(eqn, values)
                 here = _hashes(eqn, results)
-        hashed += [(_within(event, place), words) for event, words in here]
+        hashed += [part.within(place) for part in here]
         env.update(zip(eqn.outvars, results, strict=True))
     return jaxprs.read(env, closed.jaxpr.outvars), hashed
 
@@ -176,49 +189,43 @@ def _is_sent(eqn: Any, sizes: dict[Any, int]) -> bool:
     return math.prod(sizes.get(axis, 1) for axis in jaxprs.axes_of(eqn)) > 1
 
 
-def _hashes(eqn: Any, values: Sequence[Any]) -> list[Hashed]:
+def _hashes(eqn: Any, values: Sequence[Any]) -> list[Hashes]:
     name = eqn.primitive.name
     name = _NAMES.get(name) or name.replace("_", "-")
     scopes = jaxprs.scopes_of(eqn)
     event = Event("sent", f"{name} ({scopes})" if scopes else name)
-    return [(event, hash_bits(jnp.asarray(x))) for x in values]
+    return [Hashes((event,), hash_bits(jnp.asarray(x))) for x in values]
 
 
 def _remat(
     eqn: Any, values: Sequence[Any], sizes: dict[Any, int]
-) -> tuple[list[Any], list[Hashed]]:
+) -> tuple[list[Any], list[Hashes]]:
     """Rebuilds a ``jax.checkpoint``, so that XLA does not merge it with its forward."""
-    events: list[Event] = []
 
-    def run(*inputs: Any) -> list[Any]:
-        results, hashed = _inside(jaxprs.inner_jaxpr(eqn), inputs, sizes)
-        events[:] = [event for event, _ in hashed]
-        return [*results, *(words for _, words in hashed)]
+    def run(*inputs: Any) -> tuple[list[Any], list[Hashes]]:
+        return _inside(jaxprs.inner_jaxpr(eqn), inputs, sizes)
 
-    traced = jax.make_jaxpr(run)(*values)
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(*values)
     inner = jaxprs.consts_as_inputs(traced, values, traced.consts)
     inputs, params = [*values, *traced.consts], eqn.params | {"jaxpr": inner}
     results = eqn.primitive.bind(*inputs, **params)
-    split = len(eqn.outvars)
-    return results[:split], list(zip(events, results[split:], strict=True))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def _scan(
     eqn: Any, values: Sequence[Any], sizes: dict[Any, int]
-) -> tuple[list[Any], list[Hashed]]:
-    params, events = eqn.params, []
+) -> tuple[list[Any], list[Hashes]]:
+    params = eqn.params
     num_consts, num_carry = jaxprs.scan_sizes(eqn)
     consts, values = values[:num_consts], values[num_consts:]
 
     def turn(carry: list[Any], slices: list[Any]) -> tuple[list[Any], Any]:
         inputs = [*consts, *carry, *slices]
         results, hashed = _inside(params["jaxpr"], inputs, sizes)
-        events[:] = [event for event, _ in hashed]
-        return results[:num_carry], (results[num_carry:], [x for _, x in hashed])
+        return results[:num_carry], (results[num_carry:], hashed)
 
     static = {key: params[key] for key in ("length", "reverse", "unroll")}
     first, sliced = list(values[:num_carry]), list(values[num_carry:])
-    carry, (ys, words) = lax.scan(turn, first, sliced, **static)
+    carry, (ys, hashed) = lax.scan(turn, first, sliced, **static)
     loop = Loop(params["length"], params["reverse"])
-    inside = [_within(event, loop) for event in events]
-    return [*carry, *ys], list(zip(inside, words, strict=True))
+    return [*carry, *ys], [part.within(loop) for part in hashed]
