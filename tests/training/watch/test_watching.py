@@ -35,7 +35,7 @@ def loss_fn(model: Block, batch: Any) -> jshard.Mean:
 
 
 def make(folder: Path, *, number: int = 2, **given: Any) -> jshard.Trainer:
-    """A trainer of three steps on examples that differ, on some of the devices."""
+    """A trainer of four steps on examples that differ, on some of the devices."""
     parts: dict[str, Any] = {
         "make_model": lambda config, rngs: Block(rngs),
         "make_optimizer": lambda config: optax.sgd(1e-2),
@@ -43,7 +43,7 @@ def make(folder: Path, *, number: int = 2, **given: Any) -> jshard.Trainer:
         "train_data": rows(64),
         "mesh": jshard.make_mesh(devices=jax.devices()[:number]),
     }
-    config = {"steps": 3, "batch_size": 16, "log_every": 1, "checkpoint.every": 100}
+    config = {"steps": 4, "batch_size": 16, "log_every": 1, "checkpoint.every": 100}
     config |= {"policy.min_shard_elements": 0} | given.pop("config", {})
     return jshard.Trainer(config=config, workdir=folder / "run", **(parts | given))
 
@@ -112,7 +112,7 @@ def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
     assert "; the run goes on (watch.on_difference)" in said
     assert losses(gone_on) == losses(ended)
     counted = [line.get("differences") for line in read_metrics(gone_on / "run")]
-    assert counted == [None, 1.0, 1.0]
+    assert counted == [None, 1.0, 1.0, 1.0]
 
 
 def flip_after(step: int, place: int) -> Any:
@@ -138,7 +138,7 @@ def flip_after(step: int, place: int) -> Any:
 def test_a_copy_that_differs_is_named_with_when_copies_agreed(
     on_difference, tmp_path, capsys
 ):
-    config = {"watch.replicas": 2, "watch.on_difference": on_difference, "steps": 4}
+    config = {"watch.replicas": 2, "watch.on_difference": on_difference}
     given = {"policy.min_shard_elements": 10**9, "checkpoint.every": 2}
     trainer = make(tmp_path, config=config | given, on_step=flip_after(3, place=1))
     said = ""
