@@ -35,6 +35,7 @@ from jshard.training.run.bucket import Copying
 from jshard.training.run.metrics import RunFolder, finish_folder
 from jshard.training.run.progress import ProgressDisplay
 from jshard.training.run.start import Start
+from jshard.training.watch.watching import Watching
 
 
 @contextmanager
@@ -99,6 +100,7 @@ def train(
         return
     # Everything that can be wrong is found before the folder is written to.
     recipe = check_recipe(run, start)
+    watching = Watching(run)
     run.peers.at("setting up", start.step)
     note = _start_up_note(run, recipe)
     source = run.restore(start)
@@ -120,7 +122,9 @@ def train(
         copying.start()
         stopping.listen()
         display.references = recipe.references
-        display.say("\n".join(filter(None, (start.message, note, profile.note))))
+        display.say(
+            "\n".join(filter(None, (start.message, note, watching.note, profile.note)))
+        )
         configured = run.job.configured
         folder.note(
             recipe=configured.recipe.path,
@@ -138,6 +142,7 @@ def train(
             if jax.process_index() == 0:
                 run.precomputed.save(run.workdir)
 
+        watching.begin(start.step, recipe.batches.first.rows, folder, display)
         log.begin(run.state.opt_state)
         step, following = start.step, iter(batches)
         if start.unevaluated:
@@ -148,7 +153,7 @@ def train(
             stopping.before_step(step)
             profile.before_step(step)
             run.peers.at("step" if step > start.step + 1 else "compiling", step)
-            metrics = run.train_step(step, batch)
+            metrics = watching.train_step(step, batch, log, saving)
             run.peers.at("computing", step)
             account.dispatched(step, metrics)
             log.after_step(step, metrics, batch.waited, pauses.take())
@@ -156,7 +161,9 @@ def train(
             profile.after_step(step)
             display.after_step(step, metrics)
             saving.report()
-            log.add_returned(step, hooks.call("on_step", step, metrics))
+            returned = hooks.call("on_step", step, metrics)
+            log.add_returned(step, returned | watching.metrics())
+            watching.after_step(step, log)
             stopping.after_step(step, log, saving)
             evaluated = evaluation.after_step(step)
             ends = hooks.ends_after(step, agree=log.logs(step) or bool(evaluated))

@@ -1,7 +1,7 @@
 """A recipe on its mesh, and the state: what fit, evaluate and predict share."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +148,18 @@ class PreparedRun:
         self.examples = read_position(folder, number, self.settings.batch_size)
         self.stream_state = read_state(folder)
 
-    def train_step(self, step: int, batch: Batch) -> Mapping[str, jax.Array]:
+    def train_step(
+        self, step: int, batch: Batch, compute: Callable[..., Any] | None = None
+    ) -> Mapping[str, jax.Array]:
         """Trains on this process's part of a batch; does not wait for the devices.
 
-        Returns the metrics of the step.
+        Returns the metrics of the step. `compute` takes the place of the job's step;
+        if it raises, the state stays.
         """
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             sharded = self.job.fsdp.shard_batch(self.filled(batch.rows))
-            self.state, metrics = self.job.train_step(self.state, sharded)
+            train_step = compute or self.job.train_step
+            self.state, metrics = train_step(self.state, sharded)
         self.stream_state = batch.state
         self.examples += self.settings.batch_size
         return metrics

@@ -157,7 +157,7 @@ class ProfileSettings:
 
 @dataclasses.dataclass(frozen=True)
 class WatchSettings:
-    """How long the processes of a job wait for each other, and what else ends a run."""
+    """How long processes wait for each other, and what else ends a run."""
 
     silence: float = knob(
         8.0,
@@ -178,6 +178,24 @@ class WatchSettings:
         20,
         "steps in a row that skip_spikes may skip until the run ends, its state saved",
         at_least=1,
+    )
+    replay: int = knob(
+        0,
+        "steps between two that are computed again on other devices, whose bits must "
+        "be the same; 0 is never",
+        at_least=0,
+    )
+    replicas: int = knob(
+        0,
+        "steps between two comparisons of what several devices hold copies of; 0 is "
+        "never",
+        at_least=0,
+    )
+    on_difference: str = knob(
+        "end",
+        "what a difference that one of these finds does: end the run, or go_on with a "
+        "warning",
+        choices=("end", "go_on"),
     )
 
     @property

@@ -24,6 +24,7 @@ CATEGORIES = {
     "saving": "saving",
     "evaluating": "evaluating",
     "profiling": "profiling",
+    "checking": "checking devices",
     "collecting": "collecting garbage",
     "hooks": "hooks and logs",
     OTHER: "other",  # what has no category yet, also in a file of another version

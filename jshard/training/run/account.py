@@ -43,6 +43,8 @@ _CATEGORIES = {
     "saving": "saving",
     "finishing": "saving",
     "profiling": "profiling",
+    "comparing copies": "checking",
+    "computing a step again": "checking",
 }
 _SOONEST, _LATEST = 1.0, 30.0  # seconds between two lines; in between, a hundredth
 
