@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -34,6 +35,7 @@ from jshard.system.jobs import cluster
 from jshard.system.jobs.schedulers import LOCAL
 from jshard.system.jobs.shell_script import shell_script
 from jshard.system.jobs.supervisor import JOB_FAILED
+from jshard.system.network.secret import SECRET, new_secret
 
 ENDING = 75.0  # seconds for the other processes to end when one has failed
 KILLING = 5.0  # seconds for processes to end when killed
@@ -65,8 +67,8 @@ COMMAND = Command(
         ),
         "rsh": Option(RSH, "to reach a host", shown="COMMAND"),
         "port": Option(
-            None, "port of the coordinator; by default any", kind=int, at_least=1,
-            at_most=65_535,
+            None, "port of the coordinator; by default any, and none on this machine",
+            kind=int, at_least=1, at_most=65_535,
         ),
         "max_restarts": Option(0, "most restarts", at_least=0, at_most=10**6),
         "min_hosts": Option(
@@ -206,9 +208,19 @@ class Launcher:
         self._demanded = True
 
     def _run_once(self) -> int:
-        """Runs the job once, on the first port that is free."""
+        """Runs the job once: on a socket of this machine, or a port that is free."""
         if not self._hosts:  # checked here so that not every process reports it
             cluster.share_of_gpus(0, self._each, os.environ)
+        if not self._hosts and not self._options.port:
+            # Other users cannot enter the folder, but they could reach a port.
+            with tempfile.TemporaryDirectory(prefix="jshard-") as folder:
+                socket = f"{folder}/meeting"
+                if len(os.fsencode(socket)) > cluster.LONGEST_PATH:
+                    raise UserError(
+                        f"TMPDIR={tempfile.gettempdir()}: too long for a socket; set a "
+                        "shorter one, or give --port=N"
+                    )
+                return self._run_at(f"{cluster.UNIX}{socket}")
         first = self._hosts[0].rpartition("@")[2] if self._hosts else "127.0.0.1"
         for _ in range(PORTS):
             # A new one for each run, as the previous one may still be in use.
@@ -226,6 +238,7 @@ class Launcher:
     def _run_at(self, coordinator: str) -> int:
         hosts = [host for host in self._hosts or [""] for _ in range(self._each)]
         self._processes, self._starting = [], True
+        secret = new_secret()
         for index, host in enumerate(hosts):
             words = [
                 *self._words,
@@ -236,7 +249,9 @@ class Launcher:
             settings = {LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"}
             if not self._options.port:
                 settings[cluster.ANY_PORT] = "1"
-            self._processes.append(self._start(index, host, words, settings))
+            process = self._start(index, host, words, settings)
+            self._processes.append(process)
+            self._write(process, secret)
         self._starting = False
         while self._early:
             self.stop(self._early.pop(0))
@@ -286,6 +301,7 @@ class Launcher:
     ) -> subprocess.Popen[bytes]:
         """Starts a process on a host, or here, with more environment variables."""
         passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+        passed.pop(SECRET, None)  # it would be on the command line
         environ = {**passed, **settings} if host else settings
         assignments = [f"{name}={value}" for name, value in environ.items()]
         command = [sys.executable, "-m", f"jshard.{self._options.command}", *words]
@@ -301,9 +317,12 @@ class Launcher:
 
     def _send(self, name: str) -> None:
         for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended
-                process.stdin.write(f"{name}\n".encode())
+            self._write(process, name)
+
+    def _write(self, process: subprocess.Popen[bytes], line: str) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(f"{line}\n".encode())
 
     def _kill(self) -> None:
         """Kills all processes, and then connections to hosts that do not respond."""

@@ -1,0 +1,4 @@
+"""Connections between the processes of a job, which prove who they are.
+
+`secret` is what they have in common, and `authenticated` how they prove it.
+"""
