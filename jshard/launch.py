@@ -12,13 +12,10 @@ Exit codes: those of the command; 1 if the job failed more often than allowed.
 import contextlib
 import os
 import random
-import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -28,18 +25,17 @@ from typing import Any
 
 from jshard.system.cli.command import run_command
 from jshard.system.cli.options import Command, Option
-from jshard.system.cli.paths import path_problem
 from jshard.system.cli.terminal import leave_closed_terminal, show
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.jobs import cluster
 from jshard.system.jobs.schedulers import LOCAL
 from jshard.system.jobs.shell_script import shell_script
 from jshard.system.jobs.supervisor import JOB_FAILED
+from jshard.system.network.hosts import RSH, parse_hosts, parse_rsh, private_socket
 from jshard.system.network.secret import SECRET, new_secret
 
 ENDING = 75.0  # seconds for the other processes to end when one has failed
 KILLING = 5.0  # seconds for processes to end when killed
-RSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5"
 PROBE = 15.0  # seconds for a host to answer
 PASSED_ON = (
     "JAX_", "XLA_", "JSHARD_", "NCCL_", "CUDA_", "LD_LIBRARY_PATH", "PYTHONPATH",
@@ -99,9 +95,9 @@ def parse(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     """
     cut = argv.index("--") if "--" in argv else len(argv)
     options, words = COMMAND.parse(argv[:cut]), argv[cut + 1 :]
-    options.hosts = _hosts("hosts", options.hosts)
-    options.spare_hosts = _hosts("spare_hosts", options.spare_hosts)
-    options.rsh = _rsh(options.rsh)
+    options.hosts = parse_hosts("hosts", options.hosts)
+    options.spare_hosts = parse_hosts("spare_hosts", options.spare_hosts)
+    options.rsh = parse_rsh(options.rsh)
     trains = options.command == TRAIN
     if trains and not any(word.startswith("--config") for word in words):
         raise UserError("no recipe to train; for example: ... -- --config=gpt.py")
@@ -132,29 +128,6 @@ def parse(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         words = [*words, f"--workdir=runs/launch-{stamp}"]
     return options, words
-
-
-def _hosts(option: str, text: str | None) -> list[str]:
-    """Returns the names in "A,B,..."."""
-    hosts = [] if text is None else text.split(",")
-    for host in hosts:
-        if not re.fullmatch(r"[^\s-]\S{0,254}", host):
-            raise UserError(
-                f"--{option}={text}: {host!r} is not a host name; must be A,B,... or "
-                "USER@A,..."
-            )
-    return hosts
-
-
-def _rsh(text: str) -> list[str]:
-    """Returns the words of the command that reaches a host."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"--rsh={text}: {error}") from error
-    if not words or path_problem(words[0]):
-        raise UserError(f"--rsh={text}: must be a command, like {RSH}")
-    return words
 
 
 class Launcher:
@@ -212,15 +185,8 @@ class Launcher:
         if not self._hosts:  # checked here so that not every process reports it
             cluster.share_of_gpus(0, self._each, os.environ)
         if not self._hosts and not self._options.port:
-            # Other users cannot enter the folder, but they could reach a port.
-            with tempfile.TemporaryDirectory(prefix="jshard-") as folder:
-                socket = f"{folder}/meeting"
-                if len(os.fsencode(socket)) > cluster.LONGEST_PATH:
-                    raise UserError(
-                        f"TMPDIR={tempfile.gettempdir()}: too long for a socket; set a "
-                        "shorter one, or give --port=N"
-                    )
-                return self._run_at(f"{cluster.UNIX}{socket}")
+            with private_socket() as address:
+                return self._run_at(address)
         first = self._hosts[0].rpartition("@")[2] if self._hosts else "127.0.0.1"
         for _ in range(PORTS):
             # A new one for each run, as the previous one may still be in use.

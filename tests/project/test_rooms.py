@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5086,
+    "system": 5631,
     "sharding": 1,
     "sharding/settings": 1919,
     "sharding/layout": 2601,
@@ -27,12 +27,12 @@ MOST_LINES = {
     "sharding/pipeline": 1029,
     "sharding/step": 2432,
     "nn": 1418,
-    "storage": 7790,
+    "storage": 7829,
     "data": 6786,
     "recipe": 2700,
     "plan": 6450,
     "inference": 2511,
-    "training": 5252,
+    "training": 5307,
     "the commands": 1299,
     "the public names": 707,
 }

@@ -15,6 +15,7 @@ from jshard.system.jobs.schedulers import (
     gpus_seen,
     sees_its_own_gpus,
 )
+from jshard.system.network.hosts import LONGEST_PATH, UNIX
 
 _COUNT: dict[str, Any] = {"kind": int, "at_most": 999_999_999}
 OPTIONS = {
@@ -36,9 +37,6 @@ OPTIONS = {
 # Environment variable that jshard.launch sets for the processes it starts.
 ANY_PORT = "JSHARD_ANY_PORT"  # the launcher can pick another coordinator port
 PORT_TAKEN = 98  # process 0's exit code if that port is taken (EADDRINUSE)
-
-UNIX = "unix:"
-LONGEST_PATH = 100  # bytes of a socket's path; macOS has room for 103, Linux for 107
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,8 +133,10 @@ class _Meeting:
                     elif isinstance(key.fileobj, Connection):  # it says nothing more
                         who = format_processes([key.data])
                         self._refuse(RunFailed(f"{who} {_ENDED}"))
-                    elif key.fileobj in self._callers:  # not turned away meanwhile
-                        self._hear(key.fileobj)
+                    else:
+                        assert isinstance(key.fileobj, Caller)
+                        if key.fileobj in self._callers:  # not turned away meanwhile
+                            self._hear(key.fileobj)
                 while self._callers and self._callers[0].deadline <= time.monotonic():
                     self._turn_away(self._callers[0], self._callers[0].silent)
         for caller in self._callers:
