@@ -1,5 +1,6 @@
 """Who cannot prove that it knows the job's secret is turned away, and named once."""
 
+import contextlib
 import json
 import os
 import socket
@@ -174,13 +175,14 @@ def test_a_slow_stranger_has_a_deadline_for_all_it_says(door, monkeypatch):
 
     def trickle() -> None:
         with socket.create_connection(door.address) as connection:
-            for _ in range(5):
-                connection.sendall(b"x")
-                time.sleep(0.1)
+            with contextlib.suppress(OSError):  # it is turned away
+                for _ in range(100):
+                    connection.sendall(b"x")
+                    time.sleep(0.02)
 
     since = time.monotonic()
     assert "did not prove in 0.3 s" in door.admit(trickle)
-    assert time.monotonic() - since < 2
+    assert time.monotonic() - since < 1.5
 
 
 def test_strangers_neither_hold_a_meeting_nor_join_it_and_are_named_once(
