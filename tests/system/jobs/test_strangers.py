@@ -174,11 +174,11 @@ def test_a_slow_stranger_has_a_deadline_for_all_it_says(door, monkeypatch):
     monkeypatch.setattr(authenticated, "PATIENCE", 0.3)
 
     def trickle() -> None:
-        with socket.create_connection(door.address) as connection:
-            with contextlib.suppress(OSError):  # it is turned away
-                for _ in range(100):
-                    connection.sendall(b"x")
-                    time.sleep(0.02)
+        connection = socket.create_connection(door.address)
+        with connection, contextlib.suppress(OSError):  # it is turned away
+            for _ in range(100):
+                connection.sendall(b"x")
+                time.sleep(0.02)
 
     since = time.monotonic()
     assert "did not prove in 0.3 s" in door.admit(trickle)
