@@ -27,10 +27,9 @@ from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
 from jshard.recipe.config.overrides import keys_help, read_words
-from jshard.recipe.config.run_config import complete, flatten
-from jshard.recipe.config.settings import settings_of
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.config.shared_keys import FITTED
-from jshard.recipe.definition import Recipe
+from jshard.recipe.configured import Configured, configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 from jshard.recipe.recipe_path import RECIPE_OPTIONS
@@ -138,10 +137,11 @@ def _plan(argv: list[str]) -> None:
         given = read_keys(recipe, words)
         config = make_config(recipe, given)
         set_epochs(recipe, config, epochs)
-        settings = settings_of(config)
+        configured = configure(recipe, config)
+        settings = configured.settings
         given |= {"steps": settings.steps} if epochs else {}
         if arguments.search or arguments.search_keys:
-            _search(arguments, recipe, given)
+            _search(arguments, configured, given)
             return
         make_cpu_devices(settings.mesh.cpu_devices)
         if arguments.trace and find_gpu(where) is None:
@@ -149,7 +149,7 @@ def _plan(argv: list[str]) -> None:
                 f"--trace={arguments.trace}: there is no timeline: the speed of "
                 f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
             )
-        plan = plan_recipe(recipe, config, where, speed, arguments.imbalance)
+        plan = plan_recipe(configured, where, speed, arguments.imbalance)
         show("\n".join(plan_text.lines(plan)))
         for name, content in _FILES.items():
             if file := getattr(arguments, name):
@@ -158,24 +158,26 @@ def _plan(argv: list[str]) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-def _search(arguments: SimpleNamespace, recipe: Recipe, given: dict[str, Any]) -> None:
+def _search(
+    arguments: SimpleNamespace, configured: Configured, given: dict[str, Any]
+) -> None:
     for name in ("html", "trace", "hlo", "imbalance"):
         if getattr(arguments, name) != COMMAND.options[name].default:
             raise UserError(
                 f"--{name}: shows one plan, and --search makes many; plan the "
                 "candidate that it finds"
             )
-    config = complete(recipe.get_config(), recipe.name)
+    recipe = configured.recipe
     listed = {
         key: tuple(
-            read_words(config, {key: word}, recipe.name, "search")[key]
+            read_words(configured.config, {key: word}, recipe.name, "search")[key]
             for word in text.split(",")
             if word
         )
         for key, text in arguments.search_keys.items()
     }
     allowed = candidates.parse_search(arguments.search, listed, given)
-    chosen = _chosen(recipe, given, arguments.topology)
+    chosen = _chosen(configured, arguments.topology)
     found = search(
         recipe.path,
         chosen | given,
@@ -196,16 +198,15 @@ def _search(arguments: SimpleNamespace, recipe: Recipe, given: dict[str, Any]) -
         sys.exit(DOES_NOT_FIT)
 
 
-def _chosen(recipe: Recipe, given: dict[str, Any], where: str) -> dict[str, Any]:
+def _chosen(configured: Configured, where: str) -> dict[str, Any]:
     """Returns what training would choose of keys that are "fit"; a search begins there.
 
     Raises:
       DoesNotFit: no choice fits.
     """
-    config = make_config(recipe, given)
-    if not settings_of(config).policy.open_keys:
+    if not configured.settings.policy.open_keys:
         return {}
-    chosen = flatten(plan_recipe(recipe, config, where).program.job.config)
+    chosen = plan_recipe(configured, where).program.job.configured.values
     return {key: chosen[key] for key in FITTED}
 
 

@@ -13,6 +13,7 @@ from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.storage.checkpoint.selected.best_step import best_of
 from jshard.storage.checkpoint.selected.run_address import BEST
 from jshard.system.cli.terminal import show
+from jshard.system.files.lock import check_unlocked
 from jshard.system.formatting import format_duration, one_line
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree_on_program
@@ -28,7 +29,6 @@ from jshard.training.check_recipe import check_recipe
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 from jshard.training.run.bucket import Copying
-from jshard.training.run.lock import check_unlocked
 from jshard.training.run.metrics import RunFolder, finish_folder
 from jshard.training.run.progress import ProgressDisplay
 from jshard.training.run.start import Start
@@ -108,9 +108,10 @@ def train(
         stopping.listen()
         display.references = recipe.references
         display.say("\n".join(filter(None, (start.message, note, profile.note))))
+        configured = run.job.configured
         folder.note(
-            recipe=run.job.recipe.path,
-            changed=changed_keys(run.job.recipe, run.job.config),
+            recipe=configured.recipe.path,
+            changed=changed_keys(configured.recipe, configured.config),
             start_up=note,
             references=recipe.references,
         )
@@ -218,9 +219,9 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
 def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
     return RunFolder(
         run.workdir,
-        run.recorded,
+        run.job.configured.recorded,
         logger=run.settings.logger,
-        recipe=run.job.recipe.name,
+        recipe=run.job.configured.recipe.name,
         fitted_on=run.fitted_on,
         resume_from=start.step if start.resumes else None,
         restored=start.restored,

@@ -1,5 +1,6 @@
 """Trainer: what `python -m jshard.train` does, in Python."""
 
+import dataclasses
 import html
 import re
 import time
@@ -18,13 +19,10 @@ from ml_collections import ConfigDict
 from jshard.data.dataset import as_dataset, as_sets
 from jshard.recipe.build import write_mesh
 from jshard.recipe.config.policy_keys import write_policy
-from jshard.recipe.config.settings import settings_of
-from jshard.recipe.data import make_training_data
+from jshard.recipe.configured import Configured, configure
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.sharding.settings.callers_mesh import own_mesh
-from jshard.sharding.settings.mesh import (
-    check_mesh,
-)
+from jshard.sharding.settings.mesh import check_mesh
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP as _FSDP
@@ -154,10 +152,11 @@ class Trainer:
         started = started or time.time()
         with self._within(), self._peers.watching():
             hooks = Hooks(self, self._peers, **self._hooks)
-            steps = settings_of(self.config).steps
+            configured = configure(self._recipe, self.config)
+            steps = configured.settings.steps
             with displayed(steps, self._peers, waited or {}) as display:
                 train(
-                    self._ready(),
+                    self._ready(configured),
                     display,
                     hooks,
                     started=started,
@@ -276,8 +275,7 @@ class Trainer:
                 data = self._recipe.make_data(self.config, split)
             if data is None:
                 raise UserError(f"there are no {split} data: give {split}_data")
-            trained = lambda: make_training_data(self._recipe.make_data, self.config)
-            sets = as_sets(data, run.settings.seed, trained)
+            sets = as_sets(data, run.settings.seed, run.job.configured.training_data)
             return prepare_evaluation(run, sets, self._steps)(run.state)
 
     @contextmanager
@@ -293,19 +291,20 @@ class Trainer:
             finally:
                 self._is_within = False
 
-    def _ready(self) -> PreparedRun:
+    def _ready(self, configured: Configured | None = None) -> PreparedRun:
+        configured = configured or configure(self._recipe, self.config)
         if self._run is None:
             self._run = prepare_run(
-                self._recipe,
-                self.config,
+                configured,
                 self.workdir,
                 self._peers,
                 self._mesh,
                 self._policy,
                 self._bucket,
             )
-            self.config = self._run.job.config  # what was open is chosen
-        self._run.settings = settings_of(self._run.job.config)  # a key may be set since
+            self.config = self._run.job.configured.config  # what was open is chosen
+        else:  # a key may be set since
+            self._run.job = dataclasses.replace(self._run.job, configured=configured)
         return self._run
 
     def _with_state(self, step: str | int | None = None) -> PreparedRun:

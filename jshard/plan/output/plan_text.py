@@ -63,14 +63,15 @@ def heading(plan: Plan) -> str:
     """Returns "llama:3-8b on 64 x NVIDIA H100 80GB HBM3", for example."""
     mesh, gpu = plan.program.mesh, plan.program.gpu
     kind = gpu.name if gpu else mesh.devices.flat[0].device_kind
-    return f"{plan.program.job.recipe.name} on {mesh.size} x {kind}"
+    return f"{plan.program.recipe.name} on {mesh.size} x {kind}"
 
 
 def job(plan: Plan) -> str:
     """Returns mesh, batch, and the time that compiling took."""
     program = plan.program
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
-    batch = f"batch {program.job.settings.batch_size}: {program.items:,} {program.unit}"
+    size = program.job.configured.settings.batch_size
+    batch = f"batch {size}: {program.items:,} {program.unit}"
     return f"{mesh}; {batch} a step; compiled in {plan.seconds:.1f} s"
 
 

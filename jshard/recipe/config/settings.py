@@ -89,6 +89,11 @@ class CheckpointSettings:
     keep_every: int = knob(
         0, "keep all checkpoints of steps that this divides; 0 is none", at_least=0
     )
+    keep_hours: float = knob(
+        0.0,
+        "keep one checkpoint for each period of this many hours, too; 0 is none",
+        at_least=0,
+    )
     best: str = knob("", "keep the best by this metric too, e.g. eval_loss")
     best_is: str = knob(
         "lowest", "which value of that metric is best", choices=("lowest", "highest")

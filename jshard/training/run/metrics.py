@@ -19,6 +19,7 @@ from jshard.storage.checkpoint import step_folders
 from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.system.errors import Preempted, RunFailed, UserError, warn
 from jshard.system.files.atomic import replace_file
+from jshard.system.files.lock import lock_folder
 from jshard.system.pages.png import png
 from jshard.training.report.run_report import (
     GENERATED,
@@ -27,7 +28,6 @@ from jshard.training.report.run_report import (
     write_report,
 )
 from jshard.training.run.append import AppendedFile
-from jshard.training.run.lock import lock_folder
 from jshard.training.run.loggers.services import Loggers
 from jshard.training.run.metrics_lines import METRICS, NEWEST, Line, cut_back
 

@@ -7,12 +7,12 @@ import jax
 from flax import nnx
 from jax.extend import core
 
+from jshard.sharding.collectives.shards import READ
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import ALL_GATHER
-from jshard.sharding.units.dataflow import dependencies, union
-from jshard.sharding.units.outside.shards import READ
 from jshard.system.compat import jaxprs
+from jshard.system.compat.programs.dataflow import dependencies, union
 from jshard.system.errors import some_of, warn
 
 # Primitives that give a parameter its place, shape or dtype, and no other value.
