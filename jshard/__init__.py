@@ -1,8 +1,14 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX.
 
-These names are what a training script needs. What a model imports is in ``jshard.nn``,
-optimizers are in ``jshard.optim``, and plain pytrees have ``jshard.functional``. Each
-is imported on first use: launchers and parents of workers need no JAX.
+    shard a model   make_mesh, Policy, Precision, Names, Offload, FSDP, TrainState
+    its layers      Stack, Unit, gathered, Dropout
+    its loss        Loss, Mean, Means, pmean
+    train, decode   Trainer, Checkpointer, init_from, restore_orbax, generate
+    errors          UserError, RunFailed, Preempted
+    submodules      nn (for models), optim (optimizers), training (hooks),
+                    functional (plain pytrees), linen (Flax Linen models)
+
+Each name is imported on first use: launchers and parents of workers need no JAX.
 """
 
 import importlib
@@ -66,7 +72,7 @@ else:
         "pmean": "sharding.collectives.reduce",
         "restore_orbax": "recipe.source",
     }
-    __all__ = [*_HOMES]
+    __all__ = [*_HOMES, *_MODULES]
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:

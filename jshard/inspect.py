@@ -36,7 +36,7 @@ COMMAND = Command(
     {
         "PATH": CHECKPOINT,
         "step": STEP,
-        "verify": Option(False, "read all files and compare their checksums"),
+        "verify": Option(False, "read all files and verify their checksums"),
         "full": Option(False, "list every array and every key of the config"),
     },
 )

@@ -51,24 +51,27 @@ COMMAND = Command(
     "Starts the processes of a job and restarts them after failures. Arguments after "
     "-- are passed to the command.",
     {
-        "command": Option(TRAIN, "what to start", choices=COMMANDS),
+        "command": Option(TRAIN, "the command to start", choices=COMMANDS),
         "num_processes": Option(
-            None, "how many in all; by default one per host", **_MANY
+            None, "how many processes in total; by default one per host", **_MANY
         ),
         "hosts": Option(
-            None, "where to run; by default this machine", kind=str, shown="A,B,..."
+            None, "hosts to run on; by default this machine", kind=str, shown="A,B,..."
         ),
         "spare_hosts": Option(
-            None, "to replace dead hosts with", kind=str, shown="A,B,...",
+            None, "the hosts that replace dead ones", kind=str, shown="A,B,...",
         ),
-        "rsh": Option(RSH, "to reach a host", shown="COMMAND"),
+        "rsh": Option(RSH, "the command that reaches a host", shown="COMMAND"),
         "port": Option(
-            None, "port of the coordinator; by default any, and none on this machine",
+            None, "port of the coordinator; by default any free one, and none on this "
+            "machine",
             kind=int, at_least=1, at_most=65_535,
         ),
-        "max_restarts": Option(0, "most restarts", at_least=0, at_most=10**6),
+        "max_restarts": Option(
+            0, "how often to restart a failed job", at_least=0, at_most=10**6
+        ),
         "min_hosts": Option(
-            None, "fewest hosts to restart on; by default all", **_MANY
+            None, "the smallest number of hosts to restart on; by default all", **_MANY
         ),
     },
 )  # fmt: skip

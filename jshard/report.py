@@ -32,7 +32,7 @@ from jshard.training.report.several_runs import (
 
 COMMAND = Command(
     "report",
-    "Writes the report of a run, killed or not, as it is or was at a step. Of several "
+    "Writes the report of a run, finished or not, as of now or of a step. Of several "
     "runs, or of a folder of runs, it writes one page with their losses and with the "
     "keys in which they differ.",
     {
@@ -42,9 +42,9 @@ COMMAND = Command(
         ),
         "step": STEP,
         "output": Option(
-            None, "the page; by default report.html in the run's folder, or of a step "
-            "report-STEP.html there; of a bucket, in this folder; of several runs, "
-            "comparison.html in the folder that holds them",
+            None, "the page; by default report.html in the run's folder, or "
+            "report-STEP.html for a step; of a run in a bucket, in the current folder; "
+            "of several runs, comparison.html in the folder that holds them",
             kind=Path, shown="FILE",
         ),
     },
@@ -72,7 +72,7 @@ def _report_one(given: Path | str, arguments: SimpleNamespace) -> None:
         path, step = path.parents[1], int(path.stem)  # the name may have a suffix
         up_to, name = step, f"report-{step}.html"
     if not (path / METRICS).exists():
-        raise UserError(f"{given} is no run's folder: it has no {METRICS}")
+        raise UserError(f"{given} is not a run's folder: it has no {METRICS}")
     folder = Path() if is_bucket(given) else path
     output = arguments.output or folder / name
     try:

@@ -55,10 +55,10 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "topology": Option(
-            None, "this many GPUs, e.g. h100:64, eight per host (four of GB200 and "
-            "GB300); GPUs are "
-            f"{', '.join(topology.GPUS)}, and {ATTACHED} is this machine's devices (no "
-            "timeline on CPUs)", kind=str, required=True, shown="GPU:NUMBER",
+            None, "the GPUs to plan for, e.g. h100:64, eight per host (four for GB200 "
+            f"and GB300); GPU is one of {', '.join(topology.GPUS)}, and {ATTACHED} "
+            "stands for this machine's devices (no timeline on CPUs)", kind=str,
+            required=True, shown="GPU:NUMBER",
         ),
         "constants": Option(
             "fitted", "how fast the GPU is: fitted to published runs, stated, or a "
@@ -68,19 +68,21 @@ COMMAND = Command(
             1.0, "the most tokens that a device sends to one expert, as a multiple of "
             "an even share", at_least=1,
         ),
-        "json": Option(None, "the plan as data, with all gaps", **_FILE),
-        "html": Option(None, "a page with an interactive timeline", **_FILE),
-        "trace": Option(None, "the timeline for ui.perfetto.dev", **_FILE),
+        "json": Option(
+            None, "writes the plan as data, with all gaps of the timeline", **_FILE
+        ),
+        "html": Option(None, "writes a page with an interactive timeline", **_FILE),
+        "trace": Option(None, "writes the timeline for ui.perfetto.dev", **_FILE),
         "hlo": Option(
-            None, "the compiled program, in the order in which it runs", **_FILE
+            None, "writes the compiled program, in the order in which it runs", **_FILE
         ),
         "search": Option(
             (), "tries other ways to run the same training, and prints the Pareto set "
             "of speed and memory, with command lines; keys that are given stay fixed. "
             "Only the named knobs vary, or all of these: "
-            f"{', '.join(candidates.DEFAULT_KNOBS)}. axes are the further mesh axes "
-            "that the model supports, or name one: mesh.context. Only varied when "
-            "named, because they change the computation: "
+            f"{', '.join(candidates.DEFAULT_KNOBS)}. axes are the other mesh axes "
+            "that the model supports; name one to vary it alone: mesh.context. Only "
+            "varied when named, because they change the computation: "
             f"{', '.join(candidates.CHANGING_KNOBS)}",
             kind=str, repeats=True, bare="", shown="KNOB,...",
         ),

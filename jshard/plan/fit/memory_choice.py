@@ -140,7 +140,7 @@ def fit(
         compiled[best] = compile(best)
         ratio = max(compiled[best][0] - state, 0) / max(traces[best], 1)
     needed, made = compiled[best]
-    note = f"{best}: {format_bytes(needed)} of {format_bytes(usable)} a device"
+    note = f"{best}: {format_bytes(needed)} of {format_bytes(usable)} per device"
     if faster := order[: order.index(best)]:
         other = faster[-1]
         about = "" if other in compiled else "about "

@@ -50,12 +50,12 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "Pipeline", schedule_picture.render(timeline) + _note(f"{idle}.")
     if timeline is not None:
         yield "Timeline", "".join(_charts(timeline))
-    yield "Memory of a device", memory
+    yield "Memory per device", memory
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
     found = table(plan_text.traffic_rows(traffic), heading, "grid-table")
     if traffic.network_bytes:
         found += _note(f"{plan_text.network(traffic)}.")
-    yield "Traffic of a device in a step", found or _note("none")
+    yield "Traffic per device and step", found or _note("none")
     if timeline is not None:
         heading = ["at", "lasts", "waits for", "between"]
         found = table(plan_text.gap_rows(timeline), heading, "grid-table")
@@ -82,16 +82,16 @@ def _tiles(plan: Plan) -> str:
         share = f"exposed communication, {exposed / seconds:.1%} of the step"
         sure = plan_text.step_range(plan) or f"not confirmed for {plan.kind}"
         figures = [
-            (format_seconds(seconds), f"a step ({sure})"),
+            (format_seconds(seconds), f"per step ({sure})"),
             *([] if plan.mfu is None else [(f"{plan.mfu:.1%}", "MFU")]),
-            (format_count(per_second / plan.program.mesh.size), f"{unit}/s a GPU"),
+            (format_count(per_second / plan.program.mesh.size), f"{unit}/s per GPU"),
             (format_count(per_second), f"{unit}/s"),
             (format_seconds(exposed), share),
         ]
         if plan.pipeline is not None:
             idle = "bubble: a device waits for other stages"
             figures.append((f"{plan.timeline.bubble:.1%}", idle))
-    of = "a device"
+    of = "per device"
     if plan.memory.usable is not None:
         fits = "fits" if plan.fits else "does not fit"
         of = f"of {format_bytes(plan.memory.usable)} usable: {fits}"

@@ -277,7 +277,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
     many = sum(sizes[path] for path in replicated) > _MUCH
     if part > 1 / 20 and many and shards > 1:
         warn(
-            f"{part:.0%} of the parameters are whole on every device, above all "
+            f"{part:.0%} of the parameters are replicated on every device, above all "
             f"{largest}: they have fewer than policy.min_shard_elements="
             f"{policy.min_shard_elements} elements (lower it), or further mesh "
             "axes split all their dimensions"

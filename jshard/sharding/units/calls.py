@@ -91,8 +91,8 @@ def call_method(
             if new or isinstance(x, types.GeneratorType):
                 raise UserError(
                     f"{name_of(method, module)} {does} a {type(x).__name__}, which is "
-                    "no pytree, so that its arrays cannot leave a jshard unit; take a "
-                    "tuple, a list, a dict or a class that is registered "
+                    "not a pytree, so that its arrays cannot leave a jshard unit; take "
+                    "a tuple, a list, a dict or a class that is registered "
                     "(jax.tree_util.register_dataclass)"
                 )
 
@@ -129,7 +129,7 @@ def _changes(before: dict[Path, tuple[nnx.Module, Content]]) -> Changes:
                 if isinstance(x, nnx.Module) and not is_pytree(type(x)):
                     raise UserError(
                         f"{type(own).__name__}.{name} is set, within a jshard unit, to "
-                        f"a {type(x).__name__}, which is no pytree, so its arrays "
+                        f"a {type(x).__name__}, which is not a pytree, so its arrays "
                         "cannot leave the unit; make it where the model is made"
                     )
             changes[path, name] = value

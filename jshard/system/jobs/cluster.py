@@ -20,7 +20,7 @@ from jshard.system.network.hosts import LONGEST_PATH, UNIX
 _COUNT: dict[str, Any] = {"kind": int, "at_most": 999_999_999}
 OPTIONS = {
     "coordinator": Option(
-        None, "the host of process 0, and a free port there; for processes of one "
+        None, "the host of process 0, and a free port on it; for processes of one "
         "host also unix:PATH, a file in a folder of mode 700",
         kind=str, shown="HOST:PORT",
     ),
@@ -29,7 +29,7 @@ OPTIONS = {
         None, "the number of this process, from 0", at_least=0, shown="I", **_COUNT
     ),
     "local_device_ids": Option(
-        None, "the GPUs of this process; by default all that it sees", kind=str,
+        None, "the GPUs that this process uses; by default all that it sees", kind=str,
         shown="0,1",
     ),
 }  # fmt: skip

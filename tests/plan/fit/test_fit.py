@@ -143,7 +143,7 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
     _, micro_batches = chosen(job)
     assert micro_batches > 1
     assert note.startswith(f"remat full, {micro_batches} micro-batches")
-    assert " of 7.0 MiB a device; with " in note
+    assert " of 7.0 MiB per device; with " in note
     assert " would need " in note
     # The figure is that of the program that runs, which is compiled no second time.
     compiled = []

@@ -77,6 +77,13 @@ def test_an_nnx_optimizer_is_refused_in_one_line_that_names_its_transformation(m
         getattr(fsdp, method)(first, nnx.Optimizer(model, TX, wrt=nnx.Param))
 
 
+def test_an_fsdp_is_shown_with_its_mesh_units_and_policy():
+    policy = jshard.Policy(remat="dots")
+    shown = repr(jshard.FSDP(make_mesh(1, 8), policy, units=(Residual, nnx.Embed)))
+    assert shown == f"FSDP(replica=1 x fsdp=8; units: Residual, Embed; {policy!r})"
+    assert "remat='dots'" in shown
+
+
 @pytest.mark.parametrize(
     ("units", "message"),
     [

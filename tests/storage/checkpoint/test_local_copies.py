@@ -282,7 +282,9 @@ def test_a_run_goes_on_from_its_copy_and_removes_it_at_the_end(tmp_path, capsys)
     assert f"resuming {run} after step 9, from the hosts' copies" in out
     told = r"lacked lines of steps \d to 9: restored from the copy saved with the state"
     assert re.search(told, out), out
-    assert re.search(r"2 x [\d.]+ KiB a process; against killed processes only", out)
+    assert re.search(
+        r"2 x [\d.]+ KiB per process; they survive killed processes only", out
+    )
     after = read_metrics(run)
     assert after[:-1] == before  # steps 10 and 11 are computed again
     assert after[-1]["step"] == 12

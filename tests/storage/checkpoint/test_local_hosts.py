@@ -258,15 +258,15 @@ def test_what_protects_from_what_is_described(hosts):
     for index, copies in enumerate(hosts.copies):
         line = copies.describe(5)
         assert line.startswith(f"every 5 steps in {hosts.folder(index)}, 2 x ")
-        assert " for its neighbor; against a lost host" in line
+        assert " for its neighbor; they survive a lost host" in line
     object.__setattr__(hosts.copies[0]._division, "alone", [0, division.alone[1]])
     assert (
         hosts.copies[0]
         .describe(5)
-        .endswith("; against a lost host, of which replicas have the state")
+        .endswith("; they survive a lost host: replicas have the same state")
     )
     alone = LocalCopies(hosts.root / "0", "/other", abstract(), Peers())
-    assert alone.describe(5).endswith("killed processes only, as there is one host")
+    assert alone.describe(5).endswith("killed processes only: there is one host")
 
 
 @pytest.mark.parametrize(("left", "fine"), [(0, True), (1, False)])

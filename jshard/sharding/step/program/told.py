@@ -105,8 +105,8 @@ def say_what_is_written(
         warn(
             f"loss_fn changes parameter {names[0]}{more} until the step's end: the "
             "optimizer goes on from the old value; to keep the new one, make it a "
-            "Variable that is no nnx.Param, or change the state between steps (docs: "
-            "A teacher beside a student)"
+            "Variable that is not an nnx.Param, or change the state between steps "
+            "(docs: A teacher beside a student)"
         )
     wanted = [i < number for i in range(len(traced.jaxpr.outvars))]
     return jaxprs.without_unused(traced, wanted), tuple(shapes)

@@ -117,14 +117,14 @@ class LocalCopies:
     def describe(self, every: int) -> str:
         """Returns a line for the user: where copies are, and what they protect from."""
         own, index = format_bytes(self._size), self._peers.index
-        where = f"every {every} steps in {self._folder}, 2 x {own} a process"
+        where = f"every {every} steps in {self._folder}, 2 x {own} per process"
         if self._neighbors[index] is None:
-            return f"{where}; against killed processes only, as there is one host"
+            return f"{where}; they survive killed processes only: there is one host"
         sent = self._division.alone[index]
         if not sent:
-            return f"{where}; against a lost host, of which replicas have the state"
+            return f"{where}; they survive a lost host: replicas have the same state"
         where += f" and 2 x {format_bytes(sent)} for its neighbor"
-        return f"{where}; against a lost host"
+        return f"{where}; they survive a lost host"
 
     # Copying.
 

@@ -110,7 +110,7 @@ class Loggers:
                 del self._threads[name]
                 warn(
                     f"{name} has not answered for {PATIENCE:.0f} s: the run ends "
-                    "without it, and what it was given last may be missing there"
+                    "without it, and the last metrics may be missing there"
                 )
         self._leave_out()
 
