@@ -218,9 +218,8 @@ class Launcher:
             settings = {LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"}
             if not self._options.port:
                 settings[cluster.ANY_PORT] = "1"
-            process = self._start(index, host, words, settings)
+            process = self._start(index, host, words, settings, secret)
             self._processes.append(process)
-            self._write(process, secret)
         self._starting = False
         while self._early:
             self.stop(self._early.pop(0))
@@ -266,7 +265,12 @@ class Launcher:
         self._send(JOB_FAILED.name.removeprefix("SIG"))
 
     def _start(
-        self, index: int, host: str, words: Sequence[str], settings: Mapping[str, str]
+        self,
+        index: int,
+        host: str,
+        words: Sequence[str],
+        settings: Mapping[str, str],
+        secret: str,
     ) -> subprocess.Popen[bytes]:
         """Starts a process on a host, or here, with more environment variables."""
         passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
@@ -280,9 +284,11 @@ class Launcher:
             started = [*self._options.rsh, host, script]
         else:
             started = ["sh", "-c", shell_script(words, index, ENDING)]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             started, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
         )
+        self._write(process, secret)
+        return process
 
     def _send(self, name: str) -> None:
         for process in self._processes:

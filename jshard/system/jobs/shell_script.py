@@ -13,7 +13,7 @@ from jshard.system.network.secret import SECRET
 # what ended is reported in other places.
 _RUN = """
 exec 3<&0 4>&2
-read -r {secret} <&3
+read -r {secret} <&3 || exit 1
 export {secret}
 {command} </dev/null 3<&- 4>&- &
 pid=$!

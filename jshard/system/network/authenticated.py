@@ -166,7 +166,7 @@ class Caller:
         """
         try:
             data = self._socket.recv(LONGEST)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             return None
         except OSError:
             data = b""
@@ -191,10 +191,9 @@ class Caller:
     def wait(self) -> tuple[Connection, dict[str, Any]]:
         """Waits for the first message; otherwise like `hear`."""
         while (rest := self.deadline - time.monotonic()) > 0:
-            with contextlib.suppress(TimeoutError):
-                self._socket.settimeout(rest)
-                if heard := self.hear():
-                    return heard
+            self._socket.settimeout(rest)
+            if heard := self.hear():
+                return heard
         raise Stranger(self.silent)
 
     @property
