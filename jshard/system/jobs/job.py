@@ -76,7 +76,7 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
 def _find_secret(cluster: Cluster) -> bytes:
     """Returns what the processes prove themselves with; empty if they were given none.
 
-    Other hosts can then come to the meeting, too. Process 0 says so.
+    Others can then come to the meeting, too, if a port leads there. Process 0 says so.
     """
     secret = given_secret()
     if cluster.socket is not None:  # which keeps other users out
@@ -87,8 +87,8 @@ def _find_secret(cluster: Cluster) -> bytes:
         if cluster.process_id == 0:
             print_line(
                 f"warning: the job has no secret: whoever reaches "
-                f"{cluster.coordinator} can join or end it; give all processes one by "
-                f"{SECRET_FILE}=FILE, of mode 600 (SECURITY.md)"
+                f"{cluster.coordinator} can take a process's place as it starts; give "
+                f"all processes one by {SECRET_FILE}=FILE, of mode 600 (SECURITY.md)"
             )
     return secret or b""
 

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from test_starting import SECRET as RIGHT
 from test_starting import Start, connect
 
+from jshard.system.compat.coordination import check_mtls
 from jshard.system.errors import UserError
 from jshard.system.jobs.cluster import Cluster
-from jshard.system.jobs.job import _find_secret
+from jshard.system.jobs.job import _find_secret, join
 from jshard.system.jobs.peers import Peers
 from jshard.system.network import authenticated
 from jshard.system.network.authenticated import (
@@ -117,6 +119,22 @@ def test_another_secret_or_purpose_is_turned_away_on_both_sides(door, purpose, s
     assert said == [True]
 
 
+@pytest.mark.parametrize("welcome", [b"0" * 64 + b" {}\n", b"x" * 68, b"x"])
+def test_a_listener_that_proves_nothing_is_not_believed(door, welcome):
+    def pretend() -> None:
+        connection, _ = door.listener.accept()
+        with connection:
+            connection.sendall(b"jshard 1 " + b"0" * 64 + b"\n")
+            connection.recv(1000)
+            connection.sendall(welcome)
+
+    thread = threading.Thread(target=pretend)
+    thread.start()
+    with pytest.raises(Stranger, match=r"does not know|has another secret"):
+        call(door.address, "test", RIGHT)
+    thread.join()
+
+
 def test_a_transcript_proves_nothing_the_second_time(door):
     heard: list[bytes] = []
     sendall = socket.socket.sendall
@@ -168,6 +186,13 @@ def test_other_programs_are_turned_away(door, text, why):
             connection.sendall(text)
 
     assert why in door.admit(say)
+
+
+def test_a_silent_stranger_is_told_from_one_that_left(door, monkeypatch):
+    monkeypatch.setattr(authenticated, "PATIENCE", 0.1)
+    with socket.socket() as connection:
+        said = door.admit(lambda: connection.connect(door.address))
+    assert said == "did not prove in 0.1 s that it knows the job's secret"
 
 
 def test_a_slow_stranger_has_a_deadline_for_all_it_says(door, monkeypatch):
@@ -267,7 +292,7 @@ def test_a_job_of_several_hosts_without_a_secret_says_so_once(tmp_path, capfd):
         open_job = Cluster(index, 2, "10.0.0.1:8476", None, "options")
         assert _find_secret(open_job) == b""
     (line,) = capfd.readouterr().err.splitlines()
-    assert "the job has no secret" in line
+    assert "can take a process's place" in line
     assert f"{SECRET_FILE}=FILE" in line
     for address in ("127.0.0.1:8476", None):
         assert _find_secret(Cluster(0, 2, address, None, "SLURM")) == b""
@@ -275,6 +300,21 @@ def test_a_job_of_several_hosts_without_a_secret_says_so_once(tmp_path, capfd):
     tmp_path.chmod(0o755)
     with pytest.raises(UserError, match=r"other users have access.*chmod 700"):
         _find_secret(Cluster(0, 2, f"unix:{tmp_path}/socket", None, "options"))
+
+
+def test_certificates_that_this_jax_would_ignore_are_refused(monkeypatch):
+    def without(coordinator_address: str) -> None: ...
+    def with_it(coordinator_address: str, mtls_cert_file: str) -> None: ...
+
+    monkeypatch.setenv("JAX_MTLS_CERT_FILE", "certificate.pem")
+    monkeypatch.setattr(jax.distributed, "initialize", without)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        said = "^JAX_MTLS_CERT_FILE: JAX .* has no mTLS"
+        with pytest.raises(UserError, match=said):
+            join(Cluster(0, 2, address, None, "options")).__enter__()
+    monkeypatch.setattr(jax.distributed, "initialize", with_it)
+    check_mtls()
 
 
 class Two(Peers):
