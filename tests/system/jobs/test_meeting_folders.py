@@ -60,6 +60,7 @@ def test_what_no_launcher_left_stays(temporary):
     for folder in (elsewhere, full):
         folder.mkdir()
     (full / "notes").touch()
+    (elsewhere / "meeting").touch()
     file.touch()
     link.symlink_to(elsewhere)
     before = sorted(temporary.rglob("*"))

@@ -94,6 +94,14 @@ def test_who_knows_the_secret_is_let_in_and_messages_have_an_order(door):
             caller.receive()
 
 
+def test_bytes_that_somebody_changed_are_refused(door):
+    caller, listener = pair(door)
+    with caller, listener:
+        caller._socket.sendall(b"4321" + caller._mac(b"caller", 1, b"1234"))
+        with pytest.raises(Stranger, match="does not sign"):
+            listener.receive_bytes(bytearray(4))
+
+
 def test_a_message_is_not_taken_back_as_the_other_ends(door):
     caller, listener = pair(door)
     with caller, listener:
