@@ -110,7 +110,7 @@ def test_damaged_files_are_left_out_and_named(runs):
         file.write('{"step": 30, "loss": "low"}\n[]\n')
     text = as_text(read_runs([runs / "a", runs / "b"]), full=False)
     assert "a: left out config.json" in text
-    assert "b: left out metrics.jsonl, line 4: 'loss' is no number, and 1 more" in text
+    assert "b: left out metrics.jsonl, line 4: 'loss' is not a number, and 1 more" in text
 
 
 def test_a_page_has_the_curves_of_the_best_runs_and_the_table_of_all(
