@@ -347,3 +347,23 @@ def test_processes_that_were_given_none_share_a_secret_by_a_file(tmp_path):
     assert len(share_secret(Watching(), tmp_path)) == 64
     assert kept == [0o600]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_without_the_others_secret_is_named(tmp_path):
+    class Other(Two):
+        def share(self, name: str, text: str) -> list[str]:
+            return ["given", text]
+
+    with pytest.raises(UserError, match="^process 1 was given no secret, and others"):
+        share_secret(Other(), tmp_path)
+
+
+def test_a_process_that_cannot_read_the_secret_ends_all(tmp_path):
+    class Blind(Two):
+        def share(self, name: str, text: str) -> list[str]:
+            return [text, "no such file" if name == "secret read" else text]
+
+    said = f"process 1 cannot read .*: no such file; .* by {SECRET_FILE}=FILE"
+    with pytest.raises(UserError, match=said):
+        share_secret(Blind(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
