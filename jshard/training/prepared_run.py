@@ -26,7 +26,7 @@ from jshard.storage.checkpoint.local import LocalCopies
 from jshard.storage.checkpoint.restore import find_step
 from jshard.storage.checkpoint.selected.run_address import find_run
 from jshard.system.jobs.peers import Peers
-from jshard.training.agreement import agree, facts_of_jax
+from jshard.training.agreement import agree, facts_of_jax, share_secret
 from jshard.training.precomputed import Precomputed
 from jshard.training.run.bucket import RunInBucket
 from jshard.training.run.start import Start, find_start
@@ -224,5 +224,6 @@ def prepare_run(
         root = Path(settings.checkpoint.local_dir).expanduser()
         # A run in a bucket has a new local folder on each start.
         name = bucket.url if bucket else str(workdir.absolute())
-        copies = LocalCopies(root, name, state, peers)
+        secret = share_secret(peers, workdir / "logs")
+        copies = LocalCopies(root, name, state, peers, secret)
     return PreparedRun(job, state, workdir, peers, chosen, hosts, bucket, copies)

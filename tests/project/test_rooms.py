@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5366,
+    "system": 5957,
     "sharding": 1,
     "sharding/settings": 1958,
     "sharding/layout": 2601,
@@ -27,13 +27,13 @@ MOST_LINES = {
     "sharding/pipeline": 1029,
     "sharding/step": 3335,
     "nn": 1418,
-    "storage": 7804,
+    "storage": 7843,
     "data": 6786,
     "recipe": 2950,
     "plan": 6442,
     "inference": 2498,
-    "training": 6469,
-    "the commands": 1380,
+    "training": 6524,
+    "the commands": 1372,
     "the public names": 715,
 }
 MOST_CLASSES_IN_UNITS = 8

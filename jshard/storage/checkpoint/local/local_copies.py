@@ -64,12 +64,20 @@ class LocalCopies:
       name: The absolute path of the run's folder, or its URL.
       abstract: The run's state.
       peers: All processes; each calls every method, at the same steps.
+      secret: The job's, by which the processes know each other.
 
     Raises:
       UserError: The folder cannot be used, or has not enough room.
     """
 
-    def __init__(self, root: Path, name: str, abstract: TrainState, peers: Peers):
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        abstract: TrainState,
+        peers: Peers,
+        secret: bytes = b"",
+    ):
         self._abstract, self._peers = abstract, peers
         self._root, self._name = root, name
         self._folder = copy_files.make_folder(root, name)
@@ -78,7 +86,7 @@ class LocalCopies:
         self._size = self._division.sizes[peers.index]
         self._check_room()
         several = peers.count > 1
-        self._exchange = Exchange(peers, self._folder) if several else None
+        self._exchange = Exchange(peers, self._folder, secret) if several else None
         self._found: Holders | None = None  # of the copy that `find` found
         self._thread: threading.Thread | None = None
 
