@@ -354,7 +354,7 @@ def test_a_process_without_the_others_secret_is_named(tmp_path):
         def share(self, name: str, text: str) -> list[str]:
             return ["given", text]
 
-    with pytest.raises(UserError, match="^process 1 was given no secret, and others"):
+    with pytest.raises(UserError, match=r"^process 1 was given no secret, and others"):
         share_secret(Other(), tmp_path)
 
 
