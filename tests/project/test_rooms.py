@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5266,
+    "system": 5273,
     "sharding": 1,
     "sharding/settings": 1957,
     "sharding/layout": 2601,
@@ -25,14 +25,14 @@ MOST_LINES = {
     "sharding/update": 2005,
     "sharding/units": 2073,
     "sharding/pipeline": 1029,
-    "sharding/step": 2439,
+    "sharding/step": 2440,
     "nn": 1418,
     "storage": 7707,
     "data": 6786,
-    "recipe": 2895,
+    "recipe": 2899,
     "plan": 6443,
     "inference": 2498,
-    "training": 5413,
+    "training": 5583,
     "the commands": 1377,
     "the public names": 707,
 }
