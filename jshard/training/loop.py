@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 
 import jax
 
@@ -243,11 +244,14 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
 
 
 def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
+    configured = run.job.configured
+    recipe = configured.recipe
     return RunFolder(
         run.workdir,
-        run.job.configured.recorded,
+        configured.recorded,
         logger=run.settings.logger,
-        recipe=run.job.configured.recipe.name,
+        tracker=recipe.tracker and partial(recipe.tracker, configured.config),
+        recipe=recipe.name,
         fitted_on=run.fitted_on,
         resume_from=start.step if start.resumes else None,
         restored=start.restored,

@@ -1,7 +1,6 @@
 """Trainer: what `python -m jshard.train` does, in Python."""
 
 import dataclasses
-import html
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,7 @@ from jshard.training.loop import displayed, train
 from jshard.training.prediction import checked, predict_inputs, predictions
 from jshard.training.prepared_run import PreparedRun, prepare_run
 from jshard.training.report.run_files import read_metrics
-from jshard.training.report.run_report import REPORT
+from jshard.training.report.shown_report import ShownReport
 from jshard.training.run.account import Account
 from jshard.training.run.bucket import RunInBucket, open_workdir
 
@@ -146,7 +145,8 @@ class Trainer:
           UserError: The config, the recipe, its data or the run in the folder cannot be
             used.
           RunFailed: The loss is not finite, or the last state cannot be written.
-          Preempted: A signal ended the run; its state is saved and kept.
+          Preempted: A signal, such as Ctrl-C, ended the run after a step; its state is
+            saved and kept.
           Interrupted: The same with `checkpoint.every=0`: it is kept alone.
           Exception: Whatever a hook raised, after a save.
         """
@@ -186,8 +186,24 @@ class Trainer:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's `metrics.jsonl` so far."""
+        """The lines of the run's `metrics.jsonl` so far, oldest first.
+
+        Each is a dict with `step`, `time` (seconds since 1970) and numbers by name; a
+        number that was not finite is None. Steps have `loss`, `grad_norm`, `step_time`
+        and so on, evaluations `eval_loss` and so on, and saves `checkpoint_bytes` and
+        so on, each in lines of their own:
+
+            losses = {x["step"]: x["loss"] for x in trainer.metrics if "loss" in x}
+        """
         return list(read_metrics(self.workdir))
+
+    def report(self) -> ShownReport:
+        """Returns the run's report, which a notebook shows; `path` is its HTML file.
+
+        Raises:
+          UserError: The run has none yet.
+        """
+        return ShownReport(self.workdir)
 
     def evaluate(
         self, data: Any = None, *, step: str | int | None = None
@@ -322,13 +338,3 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"Trainer({self._recipe.name!r}, workdir={str(self.workdir)!r})"
-
-    def _repr_html_(self) -> str:
-        """The run's report, inline in a notebook."""
-        page = self.workdir / REPORT
-        if not page.exists():
-            return f"<code>{html.escape(repr(self))}</code>: not trained yet"
-        # A frame of its own, which keeps the page's styles from the notebook's.
-        text = html.escape(page.read_text(encoding="utf-8"))
-        style = "width:100%; height:600px; border:1px solid #8884; border-radius:6px"
-        return f'<iframe srcdoc="{text}" style="{style}"></iframe>'

@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5957,
+    "system": 5964,
     "sharding": 1,
     "sharding/settings": 1958,
     "sharding/layout": 2601,
@@ -25,14 +25,14 @@ MOST_LINES = {
     "sharding/update": 2197,
     "sharding/units": 2073,
     "sharding/pipeline": 1029,
-    "sharding/step": 3335,
+    "sharding/step": 3336,
     "nn": 1418,
     "storage": 7843,
     "data": 6786,
-    "recipe": 2950,
+    "recipe": 2954,
     "plan": 6442,
     "inference": 2498,
-    "training": 6524,
+    "training": 6697,
     "the commands": 1372,
     "the public names": 715,
 }

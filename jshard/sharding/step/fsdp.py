@@ -78,9 +78,9 @@ class FSDP:
         checks.check_precisions(self.policy, mesh)
         self.units = given.check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        self._steps = Steps(
-            mesh, self.policy, self.units, self.tensor_splits, self.sequences
-        )
+        self.told: set[str] = set()  # warnings; a state is shaped, and then made
+        model = self.units, self.tensor_splits, self.sequences
+        self._steps = Steps(mesh, self.policy, *model)
         float8 = self.policy.multiplies_in_float8()
         options = platform(mesh), mesh.size, compiler_options
         self.compiler_options = xla_options.compiler_options(*options, float8=float8)

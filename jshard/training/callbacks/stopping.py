@@ -65,6 +65,8 @@ class Stopping(AbstractContextManager):
         if not asked or step == self._run.settings.steps:
             return
         why = f"{self._preemption.signal_name} at step {step}"
+        if self._preemption.signal_name == "SIGINT":  # a user's, not a scheduler's
+            why = f"interrupted by {why}"
         if not self._saves:
             kept = "; the state is kept, and fit() goes on" if self._keeps_state else ""
             raise Interrupted(f"{why}, and checkpoint.every=0 saves nothing{kept}")

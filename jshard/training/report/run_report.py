@@ -259,9 +259,10 @@ def _charts(series: _Series) -> Iterator[str]:
         if name == "mfu" or name.endswith("_per_second"):
             usual = _usual(values.samples)
             left_out = (len(values.samples) - len(usual)) * values.group
-            note = f", without {left_out} of {values.count} steps" * bool(left_out)
+            note = f" ({left_out} of {values.count} steps are outliers, not drawn)"
             if usual:
-                yield line_chart(f"{_title(name)}{note}", {"training": usual})
+                title = _title(name) + note * bool(left_out)
+                yield line_chart(title, {"training": usual})
             continue
         if chart := line_chart(_title(name), _lines(series, name)):
             yield chart
@@ -326,11 +327,13 @@ def _results(
     waits, times = series.get("data_wait"), series.get("step_time")
     if waits and times and times.total > 0:
         share = waits.total / times.total
-        results["of the time of steps waited for data"] = f"{min(share, 1):.1%}"
+        results["of the step time was spent waiting for data"] = f"{min(share, 1):.1%}"
     if (blocked := median("checkpoint_blocked")) is not None:
         name = "held up training for a save, median"
         if step_time := median("step_time"):
-            name += f"; {blocked / step_time:.1%} of a step"
+            share = blocked / step_time
+            many, part = f"{share:.1f} steps", f"{share:.1%} of a step's time"
+            name += f"; as long as {many}" if share >= 1 else f"; {part}"
         results[name] = format_wait(blocked)
     return results
 

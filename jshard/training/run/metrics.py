@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ class RunFolder(AbstractContextManager):
       path: The folder; made if it does not exist.
       config: All keys of the run's config, nested.
       logger: The services that it logs to.
+      tracker: Makes the recipe's own tracker; None if it has none.
       recipe: The recipe's name.
       fitted_on: The devices for which keys of the config were chosen, in words; empty
         if none were.
@@ -74,6 +75,7 @@ class RunFolder(AbstractContextManager):
         config: Mapping[str, Any],
         *,
         logger: LoggerSettings = _NO_LOGGER,
+        tracker: Callable[[], Any] | None = None,
         recipe: str = "",
         fitted_on: str = "",
         resume_from: int | None = None,
@@ -81,7 +83,7 @@ class RunFolder(AbstractContextManager):
         enabled: bool = True,
     ):
         self.path = path
-        self._given, self._logger = config, logger
+        self._given, self._logger, self._tracker = config, logger, tracker
         self.recorded: dict[str, Any] = {"recipe": recipe, **config}
         if fitted_on:
             self.recorded[FITTED_ON] = fitted_on
@@ -121,9 +123,8 @@ class RunFolder(AbstractContextManager):
                 "to resume it from: give another"
             )
         ids = self._notes.get(LOGGERS, {}) if resume_from else {}
-        self._loggers = Loggers(
-            self._logger, flatten(self._given), self.path, ids, resume_from
-        )
+        values, own = flatten(self._given), self._tracker
+        self._loggers = Loggers(self._logger, values, self.path, ids, resume_from, own)
         replace_file(self.path / "config.json", _json(self.recorded, indent=2))
         self._metrics = AppendedFile(metrics)
         if self._loggers.ids:

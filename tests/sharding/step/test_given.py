@@ -1,6 +1,7 @@
 """What is given to FSDP and is no model, no optimizer, no module type: one line."""
 
 import re
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,3 +124,14 @@ def test_a_seed_out_of_range_is_one_line(seed):
     fsdp = jshard.FSDP(jshard.make_mesh())
     with pytest.raises(jshard.UserError, match=f"seed={seed}: give a whole number"):
         fsdp.init(lambda rngs: nnx.Linear(2, 2, rngs=rngs), optax.sgd(1.0), seed=seed)
+
+
+def test_a_state_that_is_shaped_twice_costs_one_warning():
+    """A run shapes it before it makes it, and a notebook would show both warnings."""
+    fsdp = jshard.FSDP(make_mesh(1, 8), jshard.Policy(min_shard_elements=1))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            fsdp.abstract_state(lambda rngs: nnx.Linear(8, 64, rngs=rngs), TX)
+    (one,) = said
+    assert "100% of the parameters are in no Stack or Unit" in str(one.message)
