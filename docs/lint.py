@@ -54,6 +54,7 @@ SEARCHES = {
     "how_to/preemption": ("spot",),
     "how_to/preferences": ("DPO",),
     "how_to/profile": ("profile",),
+    "how_to/spikes": ("loss spikes",),
     "how_to/torch_weights": ("torch weights", "PyTorch checkpoint"),
     "how_to/two_optimizers": ("GAN",),
     "memory": ("bf16",),
