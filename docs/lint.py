@@ -56,6 +56,7 @@ SEARCHES = {
     "how_to/profile": ("profile",),
     "how_to/spikes": ("loss spikes",),
     "how_to/torch_weights": ("torch weights", "PyTorch checkpoint"),
+    "how_to/trust": ("silent data corruption",),
     "how_to/two_optimizers": ("GAN",),
     "memory": ("bf16",),
     "plan": ("planner",),
