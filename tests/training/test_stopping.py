@@ -239,10 +239,11 @@ def test_ctrl_c_is_an_interruption_and_a_schedulers_signal_has_its_name(name, sa
     settings = SimpleNamespace(steps=9, checkpoint=checkpoint, profile=profile)
     unused: Any = None
     run: Any = SimpleNamespace(settings=settings)
+    log: Any = SimpleNamespace(spikes=0)
     ends = stopping.Stopping(run, unused, keeps_state=True)
     ends._preemption.signal_name = name
     with pytest.raises(Interrupted, match=rf"^{said} .*fit\(\) goes on$"):
-        ends.after_step(5, unused, unused)
+        ends.after_step(5, log, unused)
 
 
 def test_a_run_that_is_interrupted_and_saves_nothing_exits_130(monkeypatch, capsys):

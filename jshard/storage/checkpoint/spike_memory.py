@@ -38,7 +38,7 @@ def as_saved(state: TrainState, arrays: Arrays) -> tuple[TrainState, Arrays, str
         if not had:
             return state, arrays, ""
         left = _NAMES
-        opt_state = SkipSpikesState._make([wanted] + [None] * len(_REMEMBERED))
+        opt_state = SkipSpikesState(wanted, *[None] * len(_REMEMBERED))
         said = "was saved with skip_spikes, which this run is without"
     elif not had:
         left, opt_state = set(), wanted.inner

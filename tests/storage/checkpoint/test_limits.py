@@ -15,7 +15,7 @@ LIMITS = {
     "buckets.objects": {"_SILENCE": 10.0, "_BYTE": slice(0, 1)},
     "buckets.step_list": {"FORMAT": 1},
     "local.copy_files": {"_FORGOTTEN": 24 * 60 * 60.0},
-    "local.exchange": {"_PATIENCE": 60.0, "_LONGEST_TOKEN": 100, "_BLOCK": MIB},
+    "local.exchange": {"_PATIENCE": 60.0, "_MOST_CALLERS": 256, "_BLOCK": MIB},
     "local.pieces": {"_ALIGNMENT": 64},
     "manifest": {"FORMAT": 1},
     "metadata": {"_MOST_BYTES": 2**63 - 1, "_MOST_DIMS": 32, "_MOST_LAYERS": 2**20},
