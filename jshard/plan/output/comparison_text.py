@@ -24,7 +24,8 @@ def lines(found: Comparison) -> Iterator[str]:
     seconds = found.seconds
     span = f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
     many = _count(len(numbers), "step")
-    yield f"measured        {format_seconds(found.step_seconds)} a step ({many}: {span})"
+    usual = format_seconds(found.step_seconds)
+    yield f"measured        {usual} a step ({many}: {span})"
     if found.planned is not None:
         yield f"planned         {format_seconds(found.planned)} a step"
     else:

@@ -1,4 +1,4 @@
-"""``jshard.plan.compare``: a plan, or the steps of a trace, beside what was measured."""
+"""``jshard.plan.compare``: a plan, or the usual step, beside what was measured."""
 
 import collections
 import dataclasses

@@ -3,7 +3,7 @@
 import collections
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jshard.plan.hlo import Module
 from jshard.plan.trace.measured import BEGIN, Took, kind_of
@@ -24,16 +24,14 @@ _SPREADS = 5  # median deviations from the median that are noise
 _TENTH = 0.1  # of what is expected: less is no deviation
 _LEAST = {True: 2e-6, False: 20e-6}  # seconds, beside a plan and without one
 
-Measure = Literal["seconds", "idle", "exposed", "wait"]
-
 
 class Expected(NamedTuple):
     """What an operation should take, in seconds, and what is noise of each."""
 
     took: Took
-    noise: Mapping[Measure, float]
+    noise: Mapping[str, float]
 
-    def excess(self, took: Took, measure: Measure) -> float:
+    def excess(self, took: Took, measure: str) -> float:
         """Returns by how much more it took; 0 if that is noise."""
         more = getattr(took, measure) - getattr(self.took, measure)
         return more if more > self.noise[measure] else 0.0
@@ -145,12 +143,13 @@ def _of(
     took, wanted = ran[place], expected[place]
     x = module.instructions.get(place.name)
     slow = SLOW_COLLECTIVE if x and kind_of(x, module) else SLOW_KERNEL
-    for cause, measure, at in (
+    parts: tuple[tuple[str, str, float], ...] = (
         (NOT_OVERLAPPED, "exposed", took.ready),
         (LATE, "idle", took.start - took.idle),
         (STRAGGLER, "wait", took.start),
         (slow, "seconds", took.start + took.wait),
-    ):
+    )
+    for cause, measure, at in parts:
         if more := wanted.excess(took, measure):
             yield Deviation(cause, step, device, place, at, more, took, wanted.took)
 

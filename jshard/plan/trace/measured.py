@@ -121,7 +121,8 @@ def _of_device(
         if place not in alone:
             after = order[place].after if place in order else None
             previous = ended.get(streams[place], first)
-            could = max(previous, ran[after].end if after in ran else first)
+            issued = ran[after].end if after and after in ran else first
+            could = max(previous, issued)
             could = min(could, x.start)
             ended[streams[place]] = x.end
             took = Took(could, x.start, x.end, x.seconds, idle=x.start - could)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.profiler import ProfileData
+from jax import profiler
 
 from jshard.plan.trace.chrome_trace import read_chrome
 from jshard.plan.trace.rows import Row
@@ -132,24 +132,24 @@ def _files(path: Path) -> list[Path]:
     )
 
 
-def _open(file: Path) -> ProfileData | None:
-    """Returns what XLA wrote; None for a trace in Chrome's form."""
+def _open(file: Path) -> Any | None:
+    """Returns XLA's ``ProfileData``; None for a trace in Chrome's form."""
     if not file.name.endswith(".pb"):
         return None
     try:
-        return ProfileData.from_file(str(file))
+        return profiler.ProfileData.from_file(str(file))
     except (RuntimeError, ValueError, OSError) as error:
         why = " ".join(str(error).split())
         raise UserError(f"--profile={file}: is no profile of JAX ({why})") from error
 
 
-def _began(data: ProfileData) -> int:
+def _began(data: Any) -> int:
     """Returns when a profile began, in nanoseconds of the host's clock."""
     task = data.find_plane_with_name("Task Environment")
     return int(dict(task.stats).get("profile_start_time", 0)) if task else 0
 
 
-def _rows(data: ProfileData) -> Iterator[Row]:
+def _rows(data: Any) -> Iterator[Row]:
     for plane in data.planes:
         of = plane.name
         for line in plane.lines:

@@ -1,8 +1,7 @@
 """The operations of a program in a profile, by step and device."""
 
 import collections
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jshard.plan.cost.transfers import KINDS
@@ -153,7 +152,7 @@ def _count_devices(
     )
 
 
-def _started(module: Module):
+def _started(module: Module) -> Callable[[Operation], Operation | None]:
     """Returns a function that names an operation as the plan does; None around others.
 
     The kernel of an asynchronous instruction may have the name of what it wraps.
@@ -175,7 +174,6 @@ def _started(module: Module):
 
 def _once(module: Module, names: set[str]) -> list[str]:
     """Returns the instructions that run once a step, in the plan's order."""
-
     found = module.entry.instructions
     return [x.name for x in found if x.name in names or _always_runs(x)]
 
@@ -212,11 +210,9 @@ def _runs(found: list[Operation], once: list[str]) -> list[list[Operation]]:
 def _is_whole(step: Mapping[int, Sequence[Operation]], once: list[str]) -> bool:
     for found in step.values():
         names = {x.name for x in found}
-        missing = [name for name in once if name not in names]
-        # The end is what is cut off; elsewhere something may be missing.
-        tail = list(itertools.takewhile(lambda n: n not in names, reversed(once)))
-        head = list(itertools.takewhile(lambda n: n not in names, once))
-        if len(missing) > _MOST_MISSING * len(once) or len(tail) > 1 or len(head) > 1:
+        runs = [name in names for name in once]
+        ends = (runs[:2], runs[-2:])  # which is cut off; elsewhere it may be missing
+        if runs.count(False) > _MOST_MISSING * len(runs) or [False, False] in ends:
             return False
     return True
 
