@@ -15,7 +15,7 @@ DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
 
 project = "jshard"
-author = "the authors of jshard"
+author = copyright = "The jshard developers"  # as in CITATION.cff
 version = release = runpy.run_path(
     str(REPOSITORY / "jshard/system/compat/versions.py")
 )["__version__"]
@@ -50,6 +50,14 @@ html_title = f"jshard {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
+# GitHub's machines, which publish the site, say whose repository this is. Elsewhere
+# pages have no link to edit them.
+if repository := os.environ.get("GITHUB_REPOSITORY"):
+    html_theme_options |= {
+        "source_repository": f"https://github.com/{repository}/",
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_copy_source = False
 
 # Pages that belong at a repository's root, and notebooks, which are beside scripts.
@@ -65,6 +73,14 @@ def bring(app: Any, config: Any) -> None:
     for source, copy in BROUGHT.items():
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(source, copy)
+
+
+def edit_where_written(
+    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """Leaves the link to edit a page out of copies, which git does not have."""
+    if DOCS / page in [copy.with_suffix("") for copy in BROUGHT.values()]:
+        context["page_source_suffix"] = ""
 
 
 def relink(app: Any, docname: str, source: list[str]) -> None:
@@ -114,5 +130,6 @@ def setup(app: Any) -> None:
     """Connects the functions above; called by Sphinx."""
     app.connect("config-inited", bring)
     app.connect("source-read", relink)
+    app.connect("html-page-context", edit_where_written)
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-docstring", mark_examples, priority=400)  # at first

@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 CONF = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))
-MOST_WORDS = 50_036  # of the whole site
+MOST_WORDS = 54_030  # of the whole site
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 NAMED = re.compile(
     r"(?<![\w/.-])((?:jshard|models|train|tests|benchmarks|docs|\.ci)/[\w/.-]*\w/?)"
@@ -23,6 +23,13 @@ NAMED = re.compile(
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 HEAD_OF_TABLE = re.compile(r"^ *\|.*\n *\|[ :|-]*-[ :|-]*\|[ ]*$\n?", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+# "18 a step", "3.1 MiB a device", "tokens/s a GPU": write "per". And what has a name.
+UNCLEAR = re.compile(
+    r"(?:\d|\d [KMG]i?B|\d (?:[mnu]?s|bits|bytes)|(?:tokens|examples|[KMGT]i?B|FLOP)/s)"
+    r"\s+an? (?:step|device|GPU|host|process|token|layer|value|weight|kernel|second)\b"
+    r"(?!'| (?:receives|sends|of))"
+    r"|\b(?:leaves?|arrives?) as an? (?:reduce-scatter|all-gather)\b"
+)
 # What people search for, by the page that is to be found. The site's search weighs
 # headings above all, and wants every word of a search.
 SEARCHES = {
@@ -40,13 +47,16 @@ SEARCHES = {
     "how_to/freeze": ("freeze layers", "learning rate for each layer"),
     "how_to/long_sequences": ("context parallelism",),
     "how_to/metrics": ("W&B", "wandb"),
+    "how_to/mup": ("muP",),
     "how_to/nan": ("nan",),
     "how_to/out_of_memory": ("OOM", "out of memory"),
     "how_to/pipeline": ("pipeline parallelism",),
     "how_to/preemption": ("spot",),
     "how_to/preferences": ("DPO",),
     "how_to/profile": ("profile",),
+    "how_to/spikes": ("loss spikes",),
     "how_to/torch_weights": ("torch weights", "PyTorch checkpoint"),
+    "how_to/trust": ("silent data corruption",),
     "how_to/two_optimizers": ("GAN",),
     "memory": ("bf16",),
     "plan": ("planner",),
@@ -95,6 +105,11 @@ def empty_tables(text: str) -> list[str]:
     ]
 
 
+def unclear(text: str) -> list[str]:
+    """Figures that say "a" for "per", and collectives that leave or arrive."""
+    return [found[0] for found in UNCLEAR.finditer(text)]
+
+
 def words(source: Path) -> int:
     """How many words a page has: what stands between spaces and has a letter or digit.
 
@@ -124,12 +139,18 @@ def problems() -> Iterator[str]:
         yield from (f"{name}: no such file: {x}" for x in missing_files(page))
         tables = empty_tables(page.read_text())
         yield from (f"{name}: table without a row: {x}" for x in tables)
+        if not name.is_relative_to("docs/log") and name.name != "CHANGELOG.md":
+            said = unclear(page.read_text())
+            yield from (f"{name}: say per, or who does what: {x!r}" for x in said)
     for name, searches in SEARCHES.items():
         page = REPOSITORY / f"docs/{name}.md"
         found = set(re.findall(r"\w+", " ".join(headings(page)).lower()))
         for search in searches:
             if missing := set(re.findall(r"\w+", search.lower())) - found:
                 yield f"docs/{name}.md: no heading has {missing} of {search!r}"
+    llms = runpy.run_path(str(REPOSITORY / "docs" / "llms.py"))
+    if llms["FILE"].read_text(encoding="utf-8") != llms["text"]():
+        yield "llms.txt is not that of the pages: run python docs/llms.py"
     counted = {source: words(source) for source in site_sources()}
     if (number := sum(counted.values())) > MOST_WORDS:
         longest = sorted(counted, key=lambda source: -counted[source])[:5]

@@ -180,8 +180,9 @@ def _entry(key: str, help: str, values: str, default: str) -> str:
 
 
 def public_names(pages: dict[Path, str]) -> set[str]:
-    """What users import: `dir(jshard)`, and what models, recipes, examples need."""
-    names = {f"jshard.{name}" for name in dir(jshard)} - {"jshard.__version__"}
+    """What users import: names of jshard, and what models, recipes, examples need."""
+    others = {"__version__", *vars(jshard)["_MODULES"]}  # whose names have pages
+    names = {f"jshard.{name}" for name in {*dir(jshard)} - others}
     files = [path for pattern in IMPORTING for path in REPOSITORY.glob(pattern)]
     sources = [path.read_text() for path in files]
     blocks = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

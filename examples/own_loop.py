@@ -40,12 +40,12 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(256, WIDTH, rngs=rngs)
-        self.places = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
+        self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
         self.blocks = nnx.List([Block(rngs) for _ in range(4)])
         self.head = nnx.Linear(WIDTH, 256, rngs=rngs)
 
     def __call__(self, tokens):
-        x = self.embed(tokens) + self.places(jnp.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(x)

@@ -15,7 +15,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: there is no GPU
 
 from jshard.plan.planning import plan_recipe
-from jshard.recipe import complete, find_recipe, open_recipe
+from jshard.recipe import complete, configure, find_recipe, open_recipe
 from jshard.system.formatting import format_bytes
 
 
@@ -24,7 +24,7 @@ def plan(gpus, batch_size, overrides):
         config = complete(recipe.get_config(), "llama.py:3-70b")
         config.batch_size = batch_size
         config.update_from_flattened_dict(overrides)
-        return plan_recipe(recipe, config, f"h100:{gpus}")
+        return plan_recipe(configure(recipe, config), f"h100:{gpus}")
 
 
 def main(gpus, batch_size, tokens, overrides):

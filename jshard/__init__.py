@@ -1,8 +1,14 @@
 """jshard: fully sharded data-parallel training for Flax models in JAX.
 
-These names are what a training script needs. What a model imports is in ``jshard.nn``,
-optimizers are in ``jshard.optim``, and plain pytrees have ``jshard.functional``. Each
-is imported on first use: launchers and parents of workers need no JAX.
+    shard a model   make_mesh, Policy, Precision, Names, Offload, FSDP, TrainState
+    its layers      Stack, Unit, gathered, Dropout
+    its loss        Loss, Mean, Means, pmean
+    train, decode   Trainer, Checkpointer, init_from, restore_orbax, generate
+    errors          UserError, RunFailed, Preempted
+    submodules      nn (for models), optim (optimizers), training (hooks),
+                    functional (plain pytrees), linen (Flax Linen models)
+
+Each name is imported on first use: launchers and parents of workers need no JAX.
 """
 
 import importlib
@@ -16,6 +22,8 @@ if TYPE_CHECKING:
     from jshard import training as training
     from jshard.inference.generation.generator import generate as generate
     from jshard.nn.dropout import Dropout as Dropout
+    from jshard.recipe.source import init_from as init_from
+    from jshard.recipe.source import restore_orbax as restore_orbax
     from jshard.sharding.collectives.reduce import pmean as pmean
     from jshard.sharding.settings.loss import Loss as Loss
     from jshard.sharding.settings.loss import Mean as Mean
@@ -27,12 +35,10 @@ if TYPE_CHECKING:
     from jshard.sharding.settings.precision import Precision as Precision
     from jshard.sharding.settings.state import TrainState as TrainState
     from jshard.sharding.step.fsdp import FSDP as FSDP
+    from jshard.sharding.units.gathered import gathered as gathered
     from jshard.sharding.units.modules import Stack as Stack
     from jshard.sharding.units.modules import Unit as Unit
-    from jshard.sharding.units.outside.gathered import gathered as gathered
     from jshard.storage.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from jshard.storage.hub.parameters import init_from as init_from
-    from jshard.storage.hub.parameters import restore_orbax as restore_orbax
     from jshard.system.compat.versions import __version__ as __version__
     from jshard.system.errors import Preempted as Preempted
     from jshard.system.errors import RunFailed as RunFailed
@@ -59,14 +65,14 @@ else:
         "Unit": "sharding.units.modules",
         "UserError": "system.errors",
         "__version__": "system.compat.versions",
-        "gathered": "sharding.units.outside.gathered",
+        "gathered": "sharding.units.gathered",
         "generate": "inference.generation.generator",
-        "init_from": "storage.hub.parameters",
+        "init_from": "recipe.source",
         "make_mesh": "sharding.settings.mesh",
         "pmean": "sharding.collectives.reduce",
-        "restore_orbax": "storage.hub.parameters",
+        "restore_orbax": "recipe.source",
     }
-    __all__ = [*_HOMES]
+    __all__ = [*_HOMES, *_MODULES]
 
     def __getattr__(name: str) -> Any:
         if name in _MODULES:

@@ -33,30 +33,32 @@ COMMAND = Command(
             None, "a folder with more tasks, as YAML files", kind=Path, shown="DIR"
         ),
         "num_fewshot": Option(
-            None, "examples before each question; by default the task's own", kind=int,
-            at_least=0, at_most=1000,
+            None, "number of examples before each question; by default the task's own",
+            kind=int, at_least=0, at_most=1000,
         ),
         "limit": Option(
-            None, "examples of each task, or their share if below 1", kind=float,
-            above=0, at_most=10**9,
+            None, "number of examples of each task to score, or a fraction of them if "
+            "below 1", kind=float, above=0, at_most=10**9,
         ),
         "batch_size": Option(
-            ROWS, "requests that are computed together, on all devices", at_least=1,
+            ROWS, "number of requests computed at once, over all devices", at_least=1,
             at_most=10**6,
         ),
         "apply_chat_template": Option(
             False, "write questions as chats, and examples as earlier turns"
         ),
         "system_instruction": Option(
-            None, "the system's message, or what begins each prompt", kind=str
+            None, "the system message, or without chats the beginning of each prompt",
+            kind=str,
         ),
         "gen_kwargs": Option(
-            None, "how texts are generated, whatever tasks say: temperature=0.8,"
-            "max_gen_toks=64, or a JSON object", kind=str,
+            None, "generate texts with these settings instead of the tasks': "
+            "temperature=0.8,max_gen_toks=64, or a JSON object", kind=str,
             shown="KEY=VALUE,...",
         ),
         "output": Option(
-            None, "writes lm_eval's results there, as JSON", kind=Path, shown="FILE"
+            None, "write lm_eval's results to this file, as JSON", kind=Path,
+            shown="FILE",
         ),
         "log_samples": Option(False, "add each example and its answers to --output"),
         "weights": WEIGHTS,

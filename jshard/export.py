@@ -65,8 +65,8 @@ COMMAND = Command(
             choices=_FLOATS,
         ),
         "max_shard_size": Option(
-            "5GB", "the most bytes of tensors in a file, e.g. 500MB; as much host "
-            "memory is needed", shown="SIZE",
+            "5GB", "the most bytes of tensors per file, e.g. 500MB; writing a file "
+            "takes as much host memory", shown="SIZE",
         ),
     },
 )  # fmt: skip
@@ -176,7 +176,7 @@ def export(
     except OSError as error:
         if is_disk_full(error):
             raise RunFailed(
-                f"the disk is full: nothing of the export is left in {output}"
+                f"the disk is full: what was written to {output} has been removed"
             ) from error
         where = error.filename or output
         raise UserError(f"cannot export: {where}: {error.strerror}") from error

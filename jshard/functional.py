@@ -1,6 +1,6 @@
 """Sharding without modules: gathers and scans of plain pytrees, on meshes of your own.
 
-What they are for, with an example: docs/how_to/without_flax.md.
+docs/how_to/without_flax.md says what these functions are for, with an example.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Shows what a checkpoint holds: `python -m jshard.inspect RUN [--verify] [--full]`."""
+"""Shows what a checkpoint holds: `python -m jshard.inspect RUN [--verify] [--full]`.
+
+Of a folder of runs it shows a table of their results.
+"""
 
 import itertools
 import math
@@ -6,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jshard.recipe.config.run_config import flatten
@@ -19,18 +23,21 @@ from jshard.storage.checkpoint.step_folders import find_steps, step_folder
 from jshard.system.cli.command import run_command
 from jshard.system.cli.machine.platform import use_cpu
 from jshard.system.cli.options import CHECKPOINT, STEP, Command, Option
-from jshard.system.cli.paths import is_bucket
+from jshard.system.cli.paths import is_bucket, is_remote
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
 from jshard.system.formatting import format_bytes, one_line
+from jshard.training.report.goodput import read_goodput
+from jshard.training.report.several_runs import as_text, read_runs, runs_in
 
 COMMAND = Command(
     "inspect",
-    "Shows what a checkpoint contains, without reading its arrays.",
+    "Shows what a checkpoint contains, without reading its arrays; of a folder of "
+    "runs, a table of their results and of the keys in which they differ.",
     {
         "PATH": CHECKPOINT,
         "step": STEP,
-        "verify": Option(False, "read all files and compare their checksums"),
+        "verify": Option(False, "read all files and verify their checksums"),
         "full": Option(False, "list every array and every key of the config"),
     },
 )
@@ -48,12 +55,17 @@ def main() -> None:
 def _inspect(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
     use_cpu()
+    if not is_remote(arguments.PATH) and (runs := runs_in(Path(arguments.PATH))):
+        _show_runs(runs, arguments)
+        return
     path = find_run(arguments.PATH, arguments.step)
     try:
         if is_step(path):
             folders = [path]
             show(describe(path, full=arguments.full))
         else:
+            if goodput := read_goodput(path):
+                show(str(goodput))
             folder = checkpoints_folder(path)
             folders = [step_folder(folder, step) for step in find_steps(folder)]
             where = arguments.PATH if is_bucket(arguments.PATH) else folder
@@ -70,6 +82,16 @@ def _inspect(argv: list[str]) -> None:
         raise UserError(f"cannot read {where}: {error.strerror}") from error
     if arguments.verify:
         _verify(folders)
+
+
+def _show_runs(runs: list[Path], arguments: SimpleNamespace) -> None:
+    for name in ("step", "verify"):
+        if getattr(arguments, name):
+            raise UserError(
+                f"--{name}: {arguments.PATH} holds {len(runs)} runs; give one "
+                f"of them, such as {runs[0]}"
+            )
+    show(as_text(read_runs(runs), full=arguments.full))
 
 
 def _show_all(folders: list[Path], best: Best | None, *, full: bool) -> list[str]:

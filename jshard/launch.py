@@ -12,8 +12,6 @@ Exit codes: those of the command; 1 if the job failed more often than allowed.
 import contextlib
 import os
 import random
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -27,17 +25,17 @@ from typing import Any
 
 from jshard.system.cli.command import run_command
 from jshard.system.cli.options import Command, Option
-from jshard.system.cli.paths import path_problem
 from jshard.system.cli.terminal import leave_closed_terminal, show
 from jshard.system.errors import RunFailed, UserError
 from jshard.system.jobs import cluster
 from jshard.system.jobs.schedulers import LOCAL
 from jshard.system.jobs.shell_script import shell_script
 from jshard.system.jobs.supervisor import JOB_FAILED
+from jshard.system.network.hosts import RSH, parse_hosts, parse_rsh, private_socket
+from jshard.system.network.secret import SECRET, new_secret
 
 ENDING = 75.0  # seconds for the other processes to end when one has failed
 KILLING = 5.0  # seconds for processes to end when killed
-RSH = "ssh -o BatchMode=yes -o ServerAliveInterval=5"
 PROBE = 15.0  # seconds for a host to answer
 PASSED_ON = (
     "JAX_", "XLA_", "JSHARD_", "NCCL_", "CUDA_", "LD_LIBRARY_PATH", "PYTHONPATH",
@@ -53,24 +51,27 @@ COMMAND = Command(
     "Starts the processes of a job and restarts them after failures. Arguments after "
     "-- are passed to the command.",
     {
-        "command": Option(TRAIN, "what to start", choices=COMMANDS),
+        "command": Option(TRAIN, "the command to start", choices=COMMANDS),
         "num_processes": Option(
-            None, "how many in all; by default one per host", **_MANY
+            None, "how many processes in total; by default one per host", **_MANY
         ),
         "hosts": Option(
-            None, "where to run; by default this machine", kind=str, shown="A,B,..."
+            None, "hosts to run on; by default this machine", kind=str, shown="A,B,..."
         ),
         "spare_hosts": Option(
-            None, "to replace dead hosts with", kind=str, shown="A,B,...",
+            None, "the hosts that replace dead ones", kind=str, shown="A,B,...",
         ),
-        "rsh": Option(RSH, "to reach a host", shown="COMMAND"),
+        "rsh": Option(RSH, "the command that reaches a host", shown="COMMAND"),
         "port": Option(
-            None, "port of the coordinator; by default any", kind=int, at_least=1,
-            at_most=65_535,
+            None, "port of the coordinator; by default any free one, and none on this "
+            "machine",
+            kind=int, at_least=1, at_most=65_535,
         ),
-        "max_restarts": Option(0, "most restarts", at_least=0, at_most=10**6),
+        "max_restarts": Option(
+            0, "how often to restart a failed job", at_least=0, at_most=10**6
+        ),
         "min_hosts": Option(
-            None, "fewest hosts to restart on; by default all", **_MANY
+            None, "the smallest number of hosts to restart on; by default all", **_MANY
         ),
     },
 )  # fmt: skip
@@ -97,9 +98,9 @@ def parse(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
     """
     cut = argv.index("--") if "--" in argv else len(argv)
     options, words = COMMAND.parse(argv[:cut]), argv[cut + 1 :]
-    options.hosts = _hosts("hosts", options.hosts)
-    options.spare_hosts = _hosts("spare_hosts", options.spare_hosts)
-    options.rsh = _rsh(options.rsh)
+    options.hosts = parse_hosts("hosts", options.hosts)
+    options.spare_hosts = parse_hosts("spare_hosts", options.spare_hosts)
+    options.rsh = parse_rsh(options.rsh)
     trains = options.command == TRAIN
     if trains and not any(word.startswith("--config") for word in words):
         raise UserError("no recipe to train; for example: ... -- --config=gpt.py")
@@ -130,29 +131,6 @@ def parse(argv: list[str]) -> tuple[SimpleNamespace, list[str]]:
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         words = [*words, f"--workdir=runs/launch-{stamp}"]
     return options, words
-
-
-def _hosts(option: str, text: str | None) -> list[str]:
-    """Returns the names in "A,B,..."."""
-    hosts = [] if text is None else text.split(",")
-    for host in hosts:
-        if not re.fullmatch(r"[^\s-]\S{0,254}", host):
-            raise UserError(
-                f"--{option}={text}: {host!r} is not a host name; must be A,B,... or "
-                "USER@A,..."
-            )
-    return hosts
-
-
-def _rsh(text: str) -> list[str]:
-    """Returns the words of the command that reaches a host."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"--rsh={text}: {error}") from error
-    if not words or path_problem(words[0]):
-        raise UserError(f"--rsh={text}: must be a command, like {RSH}")
-    return words
 
 
 class Launcher:
@@ -206,9 +184,12 @@ class Launcher:
         self._demanded = True
 
     def _run_once(self) -> int:
-        """Runs the job once, on the first port that is free."""
+        """Runs the job once: on a socket of this machine, or a port that is free."""
         if not self._hosts:  # checked here so that not every process reports it
             cluster.share_of_gpus(0, self._each, os.environ)
+        if not self._hosts and not self._options.port:
+            with private_socket() as address:
+                return self._run_at(address)
         first = self._hosts[0].rpartition("@")[2] if self._hosts else "127.0.0.1"
         for _ in range(PORTS):
             # A new one for each run, as the previous one may still be in use.
@@ -226,6 +207,7 @@ class Launcher:
     def _run_at(self, coordinator: str) -> int:
         hosts = [host for host in self._hosts or [""] for _ in range(self._each)]
         self._processes, self._starting = [], True
+        secret = new_secret()
         for index, host in enumerate(hosts):
             words = [
                 *self._words,
@@ -236,7 +218,8 @@ class Launcher:
             settings = {LOCAL: f"{hosts[:index].count(host)}/{hosts.count(host)}"}
             if not self._options.port:
                 settings[cluster.ANY_PORT] = "1"
-            self._processes.append(self._start(index, host, words, settings))
+            process = self._start(index, host, words, settings, secret)
+            self._processes.append(process)
         self._starting = False
         while self._early:
             self.stop(self._early.pop(0))
@@ -282,10 +265,16 @@ class Launcher:
         self._send(JOB_FAILED.name.removeprefix("SIG"))
 
     def _start(
-        self, index: int, host: str, words: Sequence[str], settings: Mapping[str, str]
+        self,
+        index: int,
+        host: str,
+        words: Sequence[str],
+        settings: Mapping[str, str],
+        secret: str,
     ) -> subprocess.Popen[bytes]:
         """Starts a process on a host, or here, with more environment variables."""
         passed = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON)}
+        passed.pop(SECRET, None)  # it would be on the command line
         environ = {**passed, **settings} if host else settings
         assignments = [f"{name}={value}" for name, value in environ.items()]
         command = [sys.executable, "-m", f"jshard.{self._options.command}", *words]
@@ -295,15 +284,20 @@ class Launcher:
             started = [*self._options.rsh, host, script]
         else:
             started = ["sh", "-c", shell_script(words, index, ENDING)]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             started, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
         )
+        self._write(process, secret)
+        return process
 
     def _send(self, name: str) -> None:
         for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended
-                process.stdin.write(f"{name}\n".encode())
+            self._write(process, name)
+
+    def _write(self, process: subprocess.Popen[bytes], line: str) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(f"{line}\n".encode())
 
     def _kill(self) -> None:
         """Kills all processes, and then connections to hosts that do not respond."""

@@ -1,10 +1,10 @@
-"""Linen models as they are, with units by type.
+"""Shards unmodified Flax Linen models; ``units`` names the types of their layers.
 
 A Linen model is one function of one tree of parameters, ``module.apply``. ``Model``
 holds that tree as Flax NNX Variables, so that ``FSDP`` shards, trains and saves it, and
 calls the function with Linen's own interceptors around it: a call of a unit gathers
-the unit's parameters, runs it on them, and drops them. What a parameter is outside of
-its unit, where there is only a shard, the dataflow of ``unit/`` tells.
+the unit's parameters, runs the unit, and releases them. Which parameters the model
+reads outside of their unit, where it has only shards, is found in the traced program.
 """
 
 import functools
@@ -21,21 +21,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from jshard.sharding.collectives.gather import all_gather
+from jshard.sharding.collectives.shards import is_shard, shard_of, with_array
 from jshard.sharding.layout.layer_dims import layer_dims, mark_layers
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import within
 from jshard.sharding.units.calls import call_method, set_content
-from jshard.sharding.units.dataflow import dependencies, union
 from jshard.sharding.units.modules import Unit
-from jshard.sharding.units.outside.shards import (
-    combine,
-    is_shard,
-    objects_in,
-    partition,
-    shard_of,
-    with_array,
-)
+from jshard.sharding.units.partition import combine, objects_in, partition
 from jshard.system.compat.jaxprs import needed_for
+from jshard.system.compat.programs.dataflow import dependencies, union
 from jshard.system.errors import UserError
 
 Path = tuple[str, ...]

@@ -24,10 +24,10 @@ COMMAND = Command(
         **MODEL_OPTIONS,
         "text": Option(None, "a text file", kind=Path, required=True, shown="FILE"),
         "context": Option(
-            None, "tokens of a window; by default the model's context", **_COUNT
+            None, "tokens per window; by default the model's context", **_COUNT
         ),
         "stride": Option(
-            None, "tokens from one window to the next; by default half a window",
+            None, "tokens by which the window moves; by default half a window",
             **_COUNT,
         ),
     },
@@ -74,7 +74,8 @@ def run_perplexity(argv: list[str]) -> None:
 
 
 def _print(nats: float, scored: int, context: int, stride: int) -> None:
-    show(f"{nats:.6f} nats a token, perplexity {math.exp(nats):.4f}: {scored:,} tokens")
+    perplexity = math.exp(nats)
+    show(f"{nats:.6f} nats per token, perplexity {perplexity:.4f}: {scored:,} tokens")
     if scored > context:
         show(
             f"in windows of {context} tokens, {stride} apart: all tokens but the first "

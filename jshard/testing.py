@@ -1,4 +1,4 @@
-"""Compares sharded steps with one device's, in the tests of a user's model."""
+"""Compares a sharded step with a step on one device, in tests of a user's model."""
 
 import warnings
 from collections.abc import Callable

@@ -19,8 +19,9 @@ from jshard.system.errors import RunFailed, UserError, is_disk_full
 
 COMMAND = Command(
     "tokenize",
-    "Turns text, JSONL or Parquet into token files for --config.data.path. Killed and "
-    "started again, it continues. With --vocab_size it trains a tokenizer on them.",
+    "Turns text, JSONL or Parquet into token files for --config.data.path. If it is "
+    "killed, the same command continues its work. With --vocab_size it trains a "
+    "tokenizer instead.",
     {
         "PATH": Option(
             (), "a text file, .jsonl(.gz, .zst), .parquet, .arrow, or a folder of "
@@ -32,17 +33,18 @@ COMMAND = Command(
             "Hugging Face name with one", kind=Path, hub="model",
         ),
         "output": Option(
-            None, "the folder to write to; new, or of the same command that did not "
-            "finish", kind=Path, bucket=True, hub="dataset", required=True, shown="DIR",
+            None, "the folder to write to: a new one, or that of the same command, "
+            "unfinished", kind=Path, bucket=True, hub="dataset", required=True,
+            shown="DIR",
         ),
         "vocab_size": Option(
-            None, "trains a byte-level BPE tokenizer of so many tokens on the text and "
-            "writes it to --output, for --config.data.tokenizer", kind=int,
+            None, "train a byte-level BPE tokenizer with this many tokens on the text "
+            "and write it to --output, for --config.data.tokenizer", kind=int,
             at_least=257, at_most=2**20,
         ),
-        "text_key": Option("text", "the name of the text in a record"),
+        "text_key": Option("text", "the key or column of a record that holds its text"),
         "workers": Option(
-            None, "processes; by default one a core", kind=int, at_least=1,
+            None, "number of processes; by default one per core", kind=int, at_least=1,
             at_most=4096,
         ),
     },

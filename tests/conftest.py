@@ -223,7 +223,7 @@ def train_here(monkeypatch, capsys):
     from jshard.training import train_command
 
     monkeypatch.setattr(train_command, "make_cpu_devices", lambda count: None)
-    monkeypatch.setattr(train_command, "cache_compilations", lambda folder: None)
+    monkeypatch.setattr(train_command, "cache_compilations", lambda *_, **__: None)
     monkeypatch.setattr("warnings.formatwarning", None)  # the command sets its own
 
     def run(folder, *words, recipe=RECIPE):

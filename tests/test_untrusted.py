@@ -176,7 +176,7 @@ data/tokenizers/chat_template_program data/tokenizers/tokenizer_settings plan/fi
 plan/search/processes plan/search/worker recipe/changes
 storage/checkpoint/local/exchange storage/checkpoint/local/local_copies
 storage/checkpoint/participants system/files/untrusted system/jobs/heartbeat
-system/jobs/peers system/jobs/rendezvous system/jobs/supervisor training/agreement
+system/jobs/peers system/jobs/supervisor system/network/authenticated training/agreement
 training/run/start training/train_command
 """
 

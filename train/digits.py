@@ -20,6 +20,7 @@ from jshard.models.images import classification_loss
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.models.vit import ViT, ViTConfig
 from jshard.recipe import Key
+from jshard.recipe.schedule.spikes import skipping, spike_keys
 
 CLASSES, SIZE = 10, 8
 _VALIDATION = 360  # images
@@ -45,6 +46,7 @@ def get_config(model: str = "regnet") -> ConfigDict:
                 "learning_rate": rate,
                 "warmup_steps": 40,
                 "weight_decay": 0.05,
+                **spike_keys(),
             },
             "data": {
                 "shift": Key(1, "most pixels to move images by", at_least=0, at_most=3),
@@ -104,11 +106,12 @@ def learning_rate(config):
 
 
 def make_optimizer(config):
-    return optax.adamw(
+    adamw = optax.adamw(
         learning_rate(config),
         weight_decay=config.optimizer.weight_decay,
         mask=decayed,
     )
+    return skipping(adamw, config)
 
 
 def decayed(params):

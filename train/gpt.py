@@ -24,6 +24,7 @@ from jshard.models.gpt import GPT, GPTConfig
 from jshard.nn.attention import IMPLEMENTATIONS
 from jshard.recipe import Key
 from jshard.recipe.schedule.rates import learning_rate, rate_keys
+from jshard.recipe.schedule.spikes import skipping, spike_keys
 
 # Keys of data that are streamed, which recipes that change each text do not take.
 STREAMED = ("dataset", "config", "split", "validation_rows", "shuffle_rows")
@@ -87,6 +88,7 @@ def get_config() -> ConfigDict:
                 "moment_dtype": Key(
                     "float32", "dtype of AdamW's state", choices=("float32", "bfloat16")
                 ),
+                **spike_keys(),
             },
             "data": {
                 "path": Key(
@@ -201,7 +203,7 @@ def make_optimizer(config):
     if options.moment_dtype == "bfloat16":
         adamw = jshard.optim.bf16_moments(adamw, seed=config.seed)
     clip = optax.clip_by_global_norm(options.clip_norm)
-    return jshard.optim.chain(clip, adamw)
+    return skipping(jshard.optim.chain(clip, adamw), config)
 
 
 def decayed(params):

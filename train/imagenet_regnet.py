@@ -23,6 +23,7 @@ from jshard.models import regnet_timm as timm  # noqa: F401  likewise
 from jshard.models.images import classification_loss, normalize
 from jshard.models.regnet import RegNet, RegNetConfig
 from jshard.recipe import Key
+from jshard.recipe.schedule.spikes import skipping, spike_keys
 from jshard.recipes.digits import image_keys
 
 _IMAGES = 1_281_167
@@ -66,6 +67,7 @@ def get_config() -> ConfigDict:
                 "warmup_steps": 5 * _EPOCH,
                 "momentum": 0.9,
                 "weight_decay": 5e-5,
+                **spike_keys(),
             },
             "data": {
                 "path": Key(
@@ -100,11 +102,12 @@ def learning_rate(config):
 
 def make_optimizer(config):
     options = config.optimizer
-    return optax.chain(
+    sgd = optax.chain(
         # Of all parameters, as in the baseline; it is part of the gradient.
         optax.add_decayed_weights(options.weight_decay),
         optax.sgd(learning_rate(config), momentum=options.momentum, nesterov=True),
     )
+    return skipping(sgd, config)
 
 
 def loss_fn(model, batch):

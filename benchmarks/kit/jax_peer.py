@@ -23,6 +23,7 @@ import gspmd
 from jshard.plan import tracing_for
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.configured import configure
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.settings.mesh import BATCH
@@ -54,7 +55,7 @@ def main() -> None:
     job = Job(**json.loads(text))
     with open_recipe(find_recipe(job.recipe)) as recipe:
         config = job.config(recipe)
-        mesh = make_mesh(config)
+        mesh = make_mesh(configure(recipe, config).settings.mesh)
         start = time.perf_counter()
         program = SYSTEMS[system](recipe, config, mesh)
         step = program.traced.lower().compile(program.options)
@@ -83,7 +84,7 @@ def main() -> None:
 
 def jshard_program(recipe: Recipe, config: ConfigDict, mesh: Mesh) -> Program:
     """As ``jshard.train`` has it."""
-    made = make_job(recipe, config, mesh)
+    made = make_job(configure(recipe, config), mesh)
     return Program(
         made.train_step.trace(made.abstract_state(), _abstract_batch(config, mesh)),
         {},
@@ -140,7 +141,9 @@ def compile_gspmd(job: Job, topology: str) -> jax.stages.Compiled:
         tracing_for(parse(topology)[0]),
     ):
         config = job.config(recipe)
-        program = gspmd_program(recipe, config, make_mesh(config, devices(topology)))
+        settings = configure(recipe, config).settings
+        mesh = make_mesh(settings.mesh, devices(topology))
+        program = gspmd_program(recipe, config, mesh)
         return program.traced.lower().compile(program.options)
 
 

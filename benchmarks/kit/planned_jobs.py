@@ -17,6 +17,7 @@ from jshard.plan.cost.timeline import replay
 from jshard.plan.fit.hardware import STATED, Constants, find_constants
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
 from kit.results import Recorder
@@ -80,7 +81,8 @@ def plan_job(job: Job, card: str | None) -> Plan:
     """The plan for one GPU of this kind, which need not be there."""
     topology = f"{card}:1" if card else "attached"
     with open_recipe(find_recipe(job.recipe)) as recipe:
-        return make_plan(trace(recipe, job.config(recipe), topology))
+        configured = configure(recipe, job.config(recipe))
+        return make_plan(trace(configured, topology))
 
 
 def seconds_with(plan: Plan, constants: Constants) -> float:

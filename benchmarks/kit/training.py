@@ -19,6 +19,7 @@ from jshard.data.batches import batches
 from jshard.plan.fit.device_memory import compiled_bytes
 from jshard.plan.fit.hardware import peak_flops
 from jshard.plan.program import Program, trace
+from jshard.recipe.configured import configure
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
@@ -90,7 +91,7 @@ def opened(job: Job, steps: int) -> Iterator[Opened]:
     """A job on the devices at hand, and its first batches."""
     with open_recipe(find_recipe(job.recipe)) as recipe:
         config = job.config(recipe)
-        program = trace(recipe, config, "attached")
+        program = trace(configure(recipe, config), "attached")
         shard_batch = program.job.fsdp.shard_batch
         read = batches(
             recipe.make_data(config, "train"),

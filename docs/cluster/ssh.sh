@@ -9,10 +9,13 @@ ssh=${RSH:-ssh -tt}
 python=${PYTHON:-.venv/bin/python}
 port=${PORT:-8476}
 hosts=("$@")
+secret=$(mktemp "$PWD/.secret-XXXXXX") # of mode 600
+trap 'rm -f "$secret"' EXIT
+openssl rand -hex 32 > "$secret"
 
 for index in "${!hosts[@]}"; do
-  $ssh "${hosts[index]}" "cd '$PWD' && exec '$python' -m jshard.train \
-    --coordinator=${hosts[0]}:$port --num_processes=${#hosts[@]} --process_id=$index \
+  $ssh "${hosts[index]}" "cd '$PWD' && exec env JSHARD_SECRET_FILE='$secret' \
+    '$python' -m jshard.train --coordinator=${hosts[0]}:$port --num_processes=${#hosts[@]} --process_id=$index \
     ${ARGS:---config=gpt2_124m.py --workdir=runs/gpt}" &
 done
 

@@ -1,4 +1,4 @@
-"""What a model imports: attention, losses, Dropout, adapters."""
+"""What models import from jshard: attention, losses, Dropout, adapters."""
 
 from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import documents, dot_product_attention

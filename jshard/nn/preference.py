@@ -95,7 +95,7 @@ def dpo(
       UserError: there is no such kind, or it has no label smoothing.
     """
     if kind not in DPO_KINDS:
-        raise UserError(f"dpo: kind={kind!r} is none of {', '.join(DPO_KINDS)}")
+        raise UserError(f"dpo: kind={kind!r} is not one of {', '.join(DPO_KINDS)}")
     if label_smoothing and kind not in SMOOTHED:
         raise UserError(f"dpo: label_smoothing is for {' and '.join(SMOOTHED)}")
     chosen = policy.chosen - reference.chosen

@@ -1,4 +1,4 @@
-"""Steps on GPUs that are not there, compiled and not run.
+"""Compiles steps for GPUs that this machine does not have, without running them.
 
 Needs the CUDA plugin of the installed JAX, but no GPU: ``pip install 'jshard[plan]'``.
 ``describe``, the start-up note of any step, needs nothing. The core never imports this

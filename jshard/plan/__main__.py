@@ -35,10 +35,9 @@ from jshard.plan.search.pareto_search import search
 from jshard.plan.trace.comparison import Comparison, compare
 from jshard.plan.trace.profile_reader import read_profile
 from jshard.recipe.config.overrides import keys_help, read_words
-from jshard.recipe.config.run_config import complete, flatten
-from jshard.recipe.config.settings import settings_of
+from jshard.recipe.config.run_config import complete
 from jshard.recipe.config.shared_keys import FITTED
-from jshard.recipe.definition import Recipe
+from jshard.recipe.configured import Configured, configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 from jshard.recipe.recipe_path import RECIPE_OPTIONS
@@ -64,10 +63,10 @@ COMMAND = Command(
     {
         **RECIPE_OPTIONS,
         "topology": Option(
-            None, "this many GPUs, e.g. h100:64, eight per host (four of GB200 and "
-            "GB300); GPUs are "
-            f"{', '.join(topology.GPUS)}, and {ATTACHED} is this machine's devices (no "
-            "timeline on CPUs)", kind=str, required=True, shown="GPU:NUMBER",
+            None, "the GPUs to plan for, e.g. h100:64, eight per host (four for GB200 "
+            f"and GB300); GPU is one of {', '.join(topology.GPUS)}, and {ATTACHED} "
+            "stands for this machine's devices (no timeline on CPUs)", kind=str,
+            required=True, shown="GPU:NUMBER",
         ),
         "constants": Option(
             "fitted", "how fast the GPU is: fitted to published runs, stated, or a "
@@ -78,23 +77,25 @@ COMMAND = Command(
             "an even share", at_least=1,
         ),
         "profile": Option(
-            None, "what jax.profiler wrote of this step, e.g. a run's folder with "
-            "profile.steps: prints where it went another way than planned (on CPUs, "
+            None, "reads what jax.profiler wrote of this step, e.g. a run's folder with "
+            "profile.steps, and prints where it went another way than planned (on CPUs, "
             "than the median step)", kind=Path, shown="DIR",
         ),
-        "json": Option(None, "the plan as data, with all gaps", **_FILE),
-        "html": Option(None, "a page with an interactive timeline", **_FILE),
-        "trace": Option(None, "the timeline for ui.perfetto.dev", **_FILE),
+        "json": Option(
+            None, "writes the plan as data, with all gaps of the timeline", **_FILE
+        ),
+        "html": Option(None, "writes a page with an interactive timeline", **_FILE),
+        "trace": Option(None, "writes the timeline for ui.perfetto.dev", **_FILE),
         "hlo": Option(
-            None, "the compiled program, in the order in which it runs", **_FILE
+            None, "writes the compiled program, in the order in which it runs", **_FILE
         ),
         "search": Option(
             (), "tries other ways to run the same training, and prints the Pareto set "
             "of speed and memory, with command lines; keys that are given stay fixed. "
             "Only the named knobs vary, or all of these: "
-            f"{', '.join(candidates.DEFAULT_KNOBS)}. axes are the further mesh axes "
-            "that the model supports, or name one: mesh.context. Only varied when "
-            "named, because they change the computation: "
+            f"{', '.join(candidates.DEFAULT_KNOBS)}. axes are the other mesh axes "
+            "that the model supports; name one to vary it alone: mesh.context. Only "
+            "varied when named, because they change the computation: "
             f"{', '.join(candidates.CHANGING_KNOBS)}",
             kind=str, repeats=True, bare="", shown="KNOB,...",
         ),
@@ -156,10 +157,11 @@ def _plan(argv: list[str]) -> None:
         given = read_keys(recipe, words)
         config = make_config(recipe, given)
         set_epochs(recipe, config, epochs)
-        settings = settings_of(config)
+        configured = configure(recipe, config)
+        settings = configured.settings
         given |= {"steps": settings.steps} if epochs else {}
         if arguments.search or arguments.search_keys:
-            _search(arguments, recipe, given)
+            _search(arguments, configured, given)
             return
         make_cpu_devices(settings.mesh.cpu_devices)
         if arguments.trace and find_gpu(where) is None:
@@ -169,7 +171,7 @@ def _plan(argv: list[str]) -> None:
             )
         # What cannot be read is said before minutes of compiling.
         traced = read_profile(arguments.profile) if arguments.profile else None
-        plan = plan_recipe(recipe, config, where, speed, arguments.imbalance)
+        plan = plan_recipe(configured, where, speed, arguments.imbalance)
         show("\n".join(plan_text.lines(plan)))
         found = None
         if traced is not None:
@@ -182,24 +184,26 @@ def _plan(argv: list[str]) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-def _search(arguments: SimpleNamespace, recipe: Recipe, given: dict[str, Any]) -> None:
+def _search(
+    arguments: SimpleNamespace, configured: Configured, given: dict[str, Any]
+) -> None:
     for name in ("profile", "html", "trace", "hlo", "imbalance"):
         if getattr(arguments, name) != COMMAND.options[name].default:
             raise UserError(
                 f"--{name}: shows one plan, and --search makes many; plan the "
                 "candidate that it finds"
             )
-    config = complete(recipe.get_config(), recipe.name)
+    recipe = configured.recipe
     listed = {
         key: tuple(
-            read_words(config, {key: word}, recipe.name, "search")[key]
+            read_words(configured.config, {key: word}, recipe.name, "search")[key]
             for word in text.split(",")
             if word
         )
         for key, text in arguments.search_keys.items()
     }
     allowed = candidates.parse_search(arguments.search, listed, given)
-    chosen = _chosen(recipe, given, arguments.topology)
+    chosen = _chosen(configured, arguments.topology)
     found = search(
         recipe.path,
         chosen | given,
@@ -220,16 +224,15 @@ def _search(arguments: SimpleNamespace, recipe: Recipe, given: dict[str, Any]) -
         sys.exit(DOES_NOT_FIT)
 
 
-def _chosen(recipe: Recipe, given: dict[str, Any], where: str) -> dict[str, Any]:
+def _chosen(configured: Configured, where: str) -> dict[str, Any]:
     """Returns what training would choose of keys that are "fit"; a search begins there.
 
     Raises:
       DoesNotFit: no choice fits.
     """
-    config = make_config(recipe, given)
-    if not settings_of(config).policy.open_keys:
+    if not configured.settings.policy.open_keys:
         return {}
-    chosen = flatten(plan_recipe(recipe, config, where).program.job.config)
+    chosen = plan_recipe(configured, where).program.job.configured.values
     return {key: chosen[key] for key in FITTED}
 
 

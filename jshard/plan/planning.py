@@ -5,7 +5,6 @@ import dataclasses
 import time
 
 import jax
-from ml_collections import ConfigDict
 
 from jshard.plan import hlo
 from jshard.plan.cost.kernel_work import FLOAT8, FLOAT32, MATRIX, MXFP8, NVFP4
@@ -21,8 +20,7 @@ from jshard.plan.program import ATTACHED, Program, trace
 from jshard.plan.start_up import has_experts, network_axes
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_mesh
-from jshard.recipe.config.settings import settings_of
-from jshard.recipe.definition import Recipe
+from jshard.recipe.configured import Configured
 from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, platform
 from jshard.system.errors import UserError
 
@@ -94,8 +92,7 @@ class Plan:
 
 
 def plan_recipe(
-    recipe: Recipe,
-    config: ConfigDict,
+    configured: Configured,
     topology: str,
     constants: Constants = FITTED,
     imbalance: float = 1.0,
@@ -106,8 +103,7 @@ def plan_recipe(
     of these devices.
 
     Args:
-      recipe: what to train.
-      config: its config, with every shared key.
+      configured: what to train, as `jshard.recipe.configure` returns it.
       topology: "h100:64", or "attached" for this machine's devices.
       constants: of the cost model.
       imbalance: the most tokens that a device sends to one expert, as a multiple of an
@@ -121,24 +117,24 @@ def plan_recipe(
     absent = topology != ATTACHED
     there = devices(topology) if absent else jax.devices()
 
-    def traced(config: ConfigDict) -> Program:
-        return trace(recipe, config, topology, constants)
+    def traced(configured: Configured) -> Program:
+        return trace(configured, topology, constants)
 
     def to_fit(candidate: Candidate) -> Traced:
-        program = traced(candidate.apply(config))
+        program = traced(candidate.apply(configured))
         sizes, of_host = program.mesh.shape, hosts_of(list(program.mesh.devices.flat))
         network = network_axes(program.mesh, of_host)
         micro = candidate.accumulate
         return Traced(program.jaxpr, program.state, micro, dict(sizes), network)
 
     def planned(candidate: Candidate) -> tuple[int, Plan]:
-        plan = make_plan(traced(candidate.apply(config)), imbalance)
+        plan = make_plan(traced(candidate.apply(configured)), imbalance)
         return plan.memory.total, plan
 
-    settings = settings_of(config)
+    settings = configured.settings
     if not settings.policy.open_keys:
-        return make_plan(traced(config), imbalance)
-    mesh = make_mesh(config, there)
+        return make_plan(traced(configured), imbalance)
+    mesh = make_mesh(settings.mesh, there)
     check_stages(settings, mesh)
     usable = parse(topology)[0].usable if absent else usable_bytes(there)
     found = fit(settings, groups_of_examples(mesh), usable, to_fit, planned)

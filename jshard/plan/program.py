@@ -7,13 +7,11 @@ from typing import Any
 import jax
 from jax.extend import core
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jshard.plan.fit.hardware import FITTED, GPU, GPUS, Constants
 from jshard.plan.topology import compile_for, devices, parse, tracing_for
 from jshard.recipe.build import Job, abstract_batch, make_job, make_mesh
-from jshard.recipe.config.policy_keys import make_policy
-from jshard.recipe.config.settings import settings_of
+from jshard.recipe.configured import Configured
 from jshard.recipe.definition import Recipe
 from jshard.sharding.layout.batch import divisor_of_examples, nearest
 from jshard.sharding.settings.mesh import (
@@ -42,6 +40,11 @@ class Program:
     unit: str  # "tokens" or "examples"
 
     @property
+    def recipe(self) -> Recipe:
+        """What is trained."""
+        return self.job.configured.recipe
+
+    @property
     def jaxpr(self) -> core.Jaxpr:
         """Of the train step."""
         return self.traced.jaxpr.jaxpr
@@ -64,15 +67,15 @@ class Program:
 
         None if the card, the recipe's FLOPs or the number of tokens is unknown.
         """
-        flops_per_token = self.job.recipe.flops_per_token
+        flops_per_token = self.recipe.flops_per_token
         if self.gpu is None or flops_per_token is None or self.unit != "tokens":
             return None
-        needed = flops_per_token(self.job.config) * self.items / seconds
+        needed = flops_per_token(self.job.configured.config) * self.items / seconds
         return needed / (self.gpu.flops * self.mesh.size)
 
 
 def trace(
-    recipe: Recipe, config: ConfigDict, topology: str, constants: Constants = FITTED
+    configured: Configured, topology: str, constants: Constants = FITTED
 ) -> Program:
     """Traces a recipe's step as training would; arguments as of ``plan_recipe``.
 
@@ -82,16 +85,16 @@ def trace(
     absent, gpu = topology != ATTACHED, find_gpu(topology)
     if gpu is not None:
         gpu = dataclasses.replace(gpu, constants=constants)
-    mesh = make_mesh(config, devices(topology) if absent else jax.devices())
-    policy = make_policy(config)
-    check_batch_size(settings_of(config).batch_size, policy.accumulate, mesh)
+    settings, policy = configured.settings, configured.policy
+    mesh = make_mesh(settings.mesh, devices(topology) if absent else jax.devices())
+    check_batch_size(settings.batch_size, policy.accumulate, mesh)
     # Absent devices have no memory kinds; an abstract mesh allows arrays on the host.
     on = mesh.abstract_mesh if absent else mesh
-    job = make_job(recipe, config, on, policy)
+    job = make_job(configured, on, policy)
     check_precisions(job.fsdp.policy, mesh)  # of which an abstract mesh knows no GPU
     with tracing_for(gpu) if gpu and absent else nullcontext():
         state = job.abstract_state()
-        batch, items, unit = abstract_batch(recipe, config, on)
+        batch, items, unit = abstract_batch(configured, on)
         traced = job.train_step.trace(state, batch)
     return Program(job, mesh, topology, gpu, state, traced, items, unit)
 

@@ -227,7 +227,8 @@ def describe(
         text += f"; {number} hosts: {', '.join(where)} them"
     lines = [("mesh", text), ("parameters", parameters(state))]
     for (name, dtype), t in sorted(traffic(jaxpr, sizes, network).items()):
-        text = f"{t.count} a step, {format_bytes(t.wire_bytes)} a device, {dtype}"
+        bytes_of_device = format_bytes(t.wire_bytes)
+        text = f"{t.count} per step, {bytes_of_device} per device, {dtype}"
         if t.network_bytes == t.wire_bytes:
             text += ", over the network"
         elif network:
@@ -280,8 +281,8 @@ def _pipeline(state: TrainState, fsdp: FSDP) -> str:
     idle = bubble(stages.devices, micro, stages.per_device)
     return (
         f"{counts} layers in {stages.number} stages, {micro} micro-batches: a device "
-        f"is idle for {idle:.1%} of a step (the bubble); counts are those of a device "
-        "that had the first and the last stage"
+        f"is idle for {idle:.1%} of a step (the bubble); the counts above are for a "
+        "device that would have both the first and the last stage"
     )
 
 
@@ -293,10 +294,11 @@ def _tensor(
         return []
     moved = traffic(jaxpr, sizes, network, scope=TENSOR_PARALLEL).values()
     exchanged = sum(x.wire_bytes for x in moved)
-    text = f"{sum(x.count for x in moved)} exchanges of tokens a step, "
-    text += f"{format_bytes(exchanged)} a device, which products wait for"
+    text = f"{sum(x.count for x in moved)} exchanges of tokens per step, "
+    text += f"{format_bytes(exchanged)} per device; matrix products wait for them"
     if across := sum(x.network_bytes for x in moved):
-        text += f"; {format_bytes(across)} cross the network: keep tensor in a host"
+        text += f"; {format_bytes(across)} cross the network: keep the tensor axis "
+        text += "within a host"
     return [("tensor", text)]
 
 
@@ -321,6 +323,7 @@ def _experts(jaxpr: Any, state: TrainState, layout: Layout) -> list[tuple[str, s
     moved = traffic(jaxpr, sizes, scope=EXCHANGE_TOKENS)
     exchanged = sum(x.wire_bytes for x in moved.values())
     gathered *= 1 if policy.defer_scatter else policy.accumulate
-    text = f"split over {devices} devices: tokens move {format_bytes(exchanged)} a "
-    text += f"device and step; whole experts would move {format_bytes(gathered)}"
+    text = f"split over {devices} devices: exchanging tokens moves "
+    text += f"{format_bytes(exchanged)} per device and step; gathering all experts "
+    text += f"would move {format_bytes(gathered)}"
     return [("experts", text)]

@@ -33,10 +33,10 @@ def parameters(state: TrainState) -> str:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             where = "host" if x.sharding.memory_kind == HOST else "device"
             held[where] += shard_bytes(x)
-    text = f"{total:,} ({local:,} a device); state {format_bytes(held['device'])}"
-    text += " a device"
+    text = f"{total:,} ({local:,} per device); state {format_bytes(held['device'])}"
+    text += " per device"
     if held["host"]:
-        text += f", {format_bytes(held['host'])} a device in host memory"
+        text += f", {format_bytes(held['host'])} per device in host memory"
     text += "" if trained == total else f"; {trained:,} are trained"
     return f"{text}; {in_bits:,} are in 4 bits" if in_bits else text
 
@@ -87,8 +87,8 @@ def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
     return [
         ("replicated", f"{reason}: {some_of(list(found), limit=4)}{_much(found)}")
         for reason, found in (
-            (f"fewer than {fewest} elements (a layer)", small),
-            ("further mesh axes split every dimension", others),
+            (f"fewer than {fewest} elements per layer", small),
+            ("other mesh axes split every dimension", others),
         )
         if found
     ]
@@ -97,7 +97,7 @@ def _replicated(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
 def _much(found: Mapping[str, int]) -> str:
     """Says how many bytes they are, if that is worth a thought."""
     total = sum(found.values())
-    return f" ({format_bytes(total)} a device)" if total >= 1 << 20 else ""
+    return f" ({format_bytes(total)} per device)" if total >= 1 << 20 else ""
 
 
 def _root(
@@ -109,7 +109,8 @@ def _root(
         return []
     names = [".".join(map(str, path)) for path, _ in root]
     nbytes = sum(v.get_value().size * v.get_value().dtype.itemsize for _, v in root)
-    treated = "gathered as a unit" if layout.policy.reshard_root else "kept for a step"
+    once = "gathered once per step and kept"
+    treated = "gathered as a unit" if layout.policy.reshard_root else once
     text = f"{format_bytes(nbytes)} in no Stack or Unit, {treated}"
     return [("root", f"{text}: {some_of(names, limit=4)}")]
 
@@ -120,6 +121,6 @@ def _streamed(state: TrainState, layout: Layout) -> list[tuple[str, str]]:
         return []
     is_per_layer = lambda x: isinstance(x, PerLayerState)
     said = map(is_per_layer, jax.tree.leaves(state.opt_state, is_leaf=is_per_layer))
-    asked = "the optimizer updates one alone as it does among all"
-    reason = "as per_layer says" if any(said) else asked
-    return [("update", f"a layer of a Stack at a time: {reason}")]
+    asked = "the optimizer updates each layer independently of the others"
+    reason = "the optimizer is in per_layer" if any(said) else asked
+    return [("update", f"one layer of a Stack at a time: {reason}")]

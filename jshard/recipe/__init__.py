@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jshard.recipe.config.keys import Key as Key
     from jshard.recipe.config.run_config import complete as complete
+    from jshard.recipe.configured import configure as configure
     from jshard.recipe.load import find_recipe as find_recipe
     from jshard.recipe.load import open_recipe as open_recipe
 else:
     _HOMES = {
         "Key": "config.keys",
         "complete": "config.run_config",
+        "configure": "configured",
         "find_recipe": "load",
         "open_recipe": "load",
     }

@@ -14,10 +14,9 @@ from ml_collections import ConfigDict
 from jshard.data.dataset import first_example
 from jshard.data.examples import count_items
 from jshard.recipe import contract
-from jshard.recipe.config.policy_keys import make_policy, parse_options
-from jshard.recipe.config.settings import RunSettings, settings_of
-from jshard.recipe.data import make_training_data
-from jshard.recipe.definition import Recipe
+from jshard.recipe.config.policy_keys import parse_options
+from jshard.recipe.config.settings import MeshSettings
+from jshard.recipe.configured import Configured
 from jshard.sharding.layout.batch import abstract_batch as of_all_processes
 from jshard.sharding.settings import mesh as meshes
 from jshard.sharding.settings.policy import Policy
@@ -29,9 +28,7 @@ from jshard.sharding.step.fsdp import FSDP
 class Job:
     """A recipe on a mesh, before anything is allocated."""
 
-    recipe: Recipe
-    config: ConfigDict  # which the recipe's functions get
-    settings: RunSettings  # its other keys
+    configured: Configured
     fsdp: FSDP
     optimizer: optax.GradientTransformation
     make_model: Callable[..., Any]  # of `rngs`
@@ -47,17 +44,21 @@ class Job:
     def initial_state(self, frozen: Any = None) -> TrainState:
         """Returns the state before the first step, on the devices (``FSDP.init``)."""
         return self.fsdp.init(
-            self.make_model, self.optimizer, self.settings.seed, self.trainable, frozen
+            self.make_model,
+            self.optimizer,
+            self.configured.settings.seed,
+            self.trainable,
+            frozen,
         )
 
 
 def make_mesh(
-    config: ConfigDict,
+    settings: MeshSettings,
     devices: Sequence[Any] | None = None,
     hosts: Sequence[int] | None = None,
 ) -> Mesh:
-    """Makes the mesh of a config; `hosts` is the host of each process, if known."""
-    sizes = {axis: config.mesh[axis] for axis in meshes.AXES}
+    """Makes the mesh of a run; `hosts` is the host of each process, if known."""
+    sizes = {axis: getattr(settings, axis) for axis in meshes.AXES}
     return meshes.make_mesh(**sizes, devices=devices, hosts=hosts)
 
 
@@ -71,10 +72,7 @@ def write_mesh(config: ConfigDict, mesh: Mesh) -> None:
 
 
 def make_job(
-    recipe: Recipe,
-    config: ConfigDict,
-    mesh: Mesh | AbstractMesh,
-    policy: Policy | None = None,
+    configured: Configured, mesh: Mesh | AbstractMesh, policy: Policy | None = None
 ) -> Job:
     """Sets up a recipe on a mesh; with an abstract mesh, the step can only be traced.
 
@@ -83,41 +81,49 @@ def make_job(
     Raises:
       UserError: The config asks for something impossible.
     """
-    settings = settings_of(config)
-    options = parse_options(settings.compiler_options)
-    units = recipe.units(config) if recipe.units else ()
-    policy = policy or make_policy(config)
+    recipe, config = configured.recipe, configured.config
+    options = parse_options(configured.settings.compiler_options)
     fsdp = FSDP(
         mesh,
-        policy,
-        units=units,
-        tensor_splits=recipe.tensor_splits(config) if recipe.tensor_splits else None,
-        sequences=recipe.sequences(config) if recipe.sequences else None,
+        policy or configured.policy,
+        units=configured.units(),
+        tensor_splits=configured.tensor_splits(),
+        sequences=configured.sequences(),
         compiler_options=options,
     )
     optimizer = contract.make_optimizer(recipe.make_optimizer, config)
-    train_step = fsdp.train_step(recipe.loss_fn, optimizer, settings.seed)
-    make_model = partial(recipe.make_model, config)
-    trainable = contract.trainable(recipe.trainable, config)
+    return job_on(fsdp, configured, optimizer)
+
+
+def job_on(
+    fsdp: FSDP, configured: Configured, optimizer: optax.GradientTransformation
+) -> Job:
+    """Sets up a recipe on the mesh of an ``FSDP``, to train with an optimizer."""
+    recipe, config = configured.recipe, configured.config
     return Job(
-        recipe, config, settings, fsdp, optimizer, make_model, trainable, train_step
+        configured,
+        fsdp,
+        optimizer,
+        partial(recipe.make_model, config),
+        contract.trainable(recipe.trainable, config),
+        fsdp.train_step(recipe.loss_fn, optimizer, configured.settings.seed),
     )
 
 
 def abstract_batch(
-    recipe: Recipe, config: ConfigDict, mesh: Mesh | AbstractMesh
+    configured: Configured, mesh: Mesh | AbstractMesh
 ) -> tuple[Any, int, str]:
     """Returns a global batch without values, the number of its items, and their unit.
 
     The items are tokens or examples.
     """
-    example = first_example(make_training_data(recipe.make_data, config))
+    size = configured.settings.batch_size
+    example = first_example(configured.training_data())
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (config.batch_size, *np.shape(x))
-        return jax.ShapeDtypeStruct(shape, np.asarray(x).dtype)
+        return jax.ShapeDtypeStruct((size, *np.shape(x)), np.asarray(x).dtype)
 
-    sequences = recipe.sequences(config) if recipe.sequences else None
+    sequences = configured.sequences()
     batch = of_all_processes(jax.tree.map(abstract, example), mesh, sequences)
     unit, items = count_items(jax.tree.map(lambda x: np.asarray(x)[None], example))
-    return batch, items * config.batch_size, unit
+    return batch, items * size, unit

@@ -75,8 +75,8 @@ def read_object(path: Path) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise UserError(
-            f"cannot resume: {path} holds no JSON object: repair it, or give another "
-            "--workdir"
+            f"cannot resume: {path} does not hold a JSON object: repair it, or "
+            "give another --workdir"
         )
     return value
 

@@ -35,6 +35,7 @@ ARGUMENTS = {
     "tensor_splits": ("config",),
     "sequences": ("config",),
     "trainable": ("config",),
+    "tracker": ("config",),
 }
 
 

@@ -66,6 +66,8 @@ class Recipe:
         whose second dimension is the sequence, as in `jshard.FSDP(sequences=...)`.
       trainable: Optional; `trainable(config)` returns the NNX filter of the parameters
         to train, as `wrt` of `jshard.FSDP.init`; by default all `nnx.Param`.
+      tracker: Optional; `tracker(config)` begins a run in a service of the user's, and
+        returns a `jshard.training.Tracker`. Only process 0 calls it.
       huggingface: Optional; the model's map to the files of Hugging Face, a module as
         `jshard.recipe.model_map` describes. It adds the key `model.from`.
       timm: Optional; likewise the model's map to the files of timm.
@@ -89,6 +91,7 @@ class Recipe:
     tensor_splits: Callable[[ConfigDict], Any] | None = None
     sequences: Callable[[ConfigDict], Any] | None = None
     trainable: Callable[[ConfigDict], Any] | None = None
+    tracker: Callable[[ConfigDict], Any] | None = None
     huggingface: types.ModuleType | None = None
     timm: types.ModuleType | None = None
 

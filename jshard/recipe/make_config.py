@@ -8,12 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jshard.recipe.config.overrides import override, read_words, with_values
-from jshard.recipe.config.run_config import (
-    check,
-    complete,
-    declarations,
-    flatten,
-)
+from jshard.recipe.config.run_config import check, complete, declarations, flatten
 from jshard.recipe.config.shared_keys import DEFAULTS
 from jshard.recipe.definition import Recipe
 from jshard.recipe.model_map import IGNORED, SOURCE, require_map, take_architecture

@@ -56,14 +56,21 @@ class RunFailed(_OneLine, RuntimeError):
     """
 
 
-class Interrupted(RunFailed):
+class _BySignal(_OneLine):
+    """An ending that was asked for: a notebook shows its line without a name."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [one_line(str(self))]
+
+
+class Interrupted(_BySignal, RunFailed):
     """A run that a signal ended before it could save anything.
 
     The command line exits with 130.
     """
 
 
-class Preempted(_OneLine, RuntimeError):
+class Preempted(_BySignal, RuntimeError):
     """A run that a signal ended after its state was saved; it can be resumed.
 
     The command line exits with 75, which schedulers know as "try again".

@@ -22,6 +22,12 @@ from jshard.recipe.load import own_modules
 from jshard.system.compat.versions import versions
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
+from jshard.system.network.secret import (
+    SECRET_FILE,
+    given_secret,
+    new_secret,
+    read_secret,
+)
 from jshard.training.run.start import Start
 
 SHOWN = 3  # differences
@@ -112,6 +118,54 @@ def check_shared(peers: Peers, folder: Path) -> None:
             "checkpoints need a file system that all hosts share "
             "(--config.checkpoint.every=0 trains without checkpoints)"
         )
+
+
+def share_secret(peers: Peers, folder: Path) -> bytes:
+    """Returns the job's secret, by which its processes know each other.
+
+    If they were given none, process 0 makes one, which the others read in the folder.
+
+    Raises:
+      UserError: A process has none, or cannot read process 0's; raised in all
+        processes.
+    """
+    secret = given_secret()
+    if peers.count == 1:
+        return secret or b""
+    told = peers.share("has a secret", "" if secret is None else "x")
+    if any(told):
+        without = [index for index, text in enumerate(told) if not text]
+        if without:
+            raise UserError(
+                f"process {without[0]} was given no secret, and others were: give all "
+                f"the same {SECRET_FILE}"
+            )
+        assert secret is not None
+        return secret
+    file = folder / peers.publish("secret's file", f".secret-{secrets.token_hex(8)}")
+    if peers.index == 0:
+        mine = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with open(mine, "w") as opened:
+            opened.write(new_secret())
+    peers.share("secret written", "")
+    deadline = time.monotonic() + PATIENCE
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    secret, problem = b"", ""
+    try:
+        secret = read_secret(file, str(file))
+    except UserError as error:
+        problem = str(error)
+    problems = peers.share("secret read", problem)
+    if peers.index == 0:
+        file.unlink()
+    for index, problem in enumerate(problems):
+        if problem:
+            raise UserError(
+                f"checkpoint.local: process {index} cannot read what process 0 writes: "
+                f"{problem}; give all processes a secret by {SECRET_FILE}=FILE"
+            )
+    return secret
 
 
 def _differences(mine: Facts, theirs: Facts) -> str:

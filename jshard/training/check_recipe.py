@@ -15,9 +15,6 @@ from jshard.data.stream_reader import StreamState, describe
 from jshard.data.stream_state import read_state
 from jshard.inference.evaluate.in_runs import RunTasks
 from jshard.recipe import contract
-from jshard.recipe.config.run_config import flatten
-from jshard.recipe.config.text_keys import text_keys
-from jshard.recipe.data import make_training_data, make_validation_data
 from jshard.recipe.schedule.epochs import describe_epoch
 from jshard.sharding.settings.state import TrainState
 from jshard.training.agreement import agree, check_shared, facts_of
@@ -40,11 +37,11 @@ def check_recipe(run: PreparedRun, start: Start) -> RecipeFunctions:
       UserError: Something of it is wrong, or differs between the processes.
     """
     job, settings, peers = run.job, run.settings, run.peers
-    recipe, abstract_state, reader = job.recipe, run.abstract_state, run.reader()
-    config = job.config  # which the recipe's functions get
+    abstract_state, reader = run.abstract_state, run.reader()
+    recipe, config = job.configured.recipe, job.configured.config
     with noted() as taken:
-        train_data = make_training_data(recipe.make_data, config)
-        eval_data = make_validation_data(recipe.make_data, config)
+        train_data = job.configured.training_data()
+        eval_data = job.configured.validation_data()
     data = {"train": train_data, **by_split(eval_data)}
     _check_agreement(run, start, data)
     peers.at("reading the first batch", start.step)
@@ -126,8 +123,9 @@ def _check_agreement(run: PreparedRun, start: Start, data: Mapping[str, Any]) ->
     """Raises a UserError if the processes are about to do different things."""
     if run.peers.count == 1:
         return
-    job, keys = run.job, flatten(run.job.config)
-    facts = facts_of(job.recipe, keys, run.shown, start, run.abstract_state, data)
+    configured = run.job.configured
+    recipe, keys, state = configured.recipe, configured.values, run.abstract_state
+    facts = facts_of(recipe, keys, run.shown, start, state, data)
     agree(run.peers, facts)
     if run.settings.checkpoint.every and run.bucket is None:
         check_shared(run.peers, run.workdir / "logs")
@@ -141,7 +139,7 @@ def _prepare_evaluation(
     tasks = None
     if run.settings.eval_tasks:
         run.peers.at("reading tasks", start.step)
-        keys = text_keys(run.job.config)
+        keys = run.job.configured.text
         tasks = RunTasks(run.settings, keys, run.job.fsdp, run.abstract_state)
     run.peers.at("reading the first evaluation batch", start.step)
     best = run.settings.checkpoint.best

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 
 import jax
 
@@ -13,12 +14,14 @@ from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.storage.checkpoint.selected.best_step import best_of
 from jshard.storage.checkpoint.selected.run_address import BEST
 from jshard.system.cli.terminal import show
+from jshard.system.files.lock import check_unlocked
 from jshard.system.formatting import format_duration, one_line
 from jshard.system.jobs.peers import Peers
 from jshard.training.agreement import agree_on_program
 from jshard.training.callbacks.evaluation import Evaluation
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.local_saving import LocalSaving
+from jshard.training.callbacks.pauses import Pauses
 from jshard.training.callbacks.profiling import Profile
 from jshard.training.callbacks.samples import Samples
 from jshard.training.callbacks.saving import Saving
@@ -27,25 +30,32 @@ from jshard.training.callbacks.stopping import Stopping
 from jshard.training.check_recipe import check_recipe
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
+from jshard.training.report.goodput import read_goodput
+from jshard.training.run.account import Account
 from jshard.training.run.bucket import Copying
-from jshard.training.run.lock import check_unlocked
 from jshard.training.run.metrics import RunFolder, finish_folder
 from jshard.training.run.progress import ProgressDisplay
 from jshard.training.run.start import Start
+from jshard.training.watch.watching import Watching
 
 
 @contextmanager
 def displayed(
-    steps: int, peers: Peers, waited: Mapping[str, float]
+    steps: int, peers: Peers, waited: Mapping[str, float], account: Account
 ) -> Iterator[ProgressDisplay]:
     """Shows a run's progress within it, and what its first process waits for.
 
     `steps` is its length, and `waited` has the seconds that the process has spent so
-    far, by what it did.
+    far, by what it did. `account` is told of all that it does.
     """
+
+    def shown(phase: str, step: int) -> None:
+        account.at(phase, step)
+        display.at(phase, step)
+
     first = peers.index == 0
     with ProgressDisplay(steps, enabled=first, waited=waited) as display:
-        peers.shown = display.at
+        peers.shown = shown
         try:
             yield display
         finally:
@@ -56,6 +66,7 @@ def train(
     run: PreparedRun,
     display: ProgressDisplay,
     hooks: Hooks,
+    account: Account,
     *,
     started: float,
     keeps_state: bool,
@@ -70,6 +81,7 @@ def train(
       run: What to train, and where.
       display: Shows how far it is.
       hooks: The user's functions to call.
+      account: Where the time goes.
       started: When the process started, as `time.time()`.
       keeps_state: Whether this process holds the state afterwards, so that a signal
         waits for the end of a step even if nothing is saved.
@@ -89,12 +101,16 @@ def train(
         return
     # Everything that can be wrong is found before the folder is written to.
     recipe = check_recipe(run, start)
+    watching = Watching(run)
+    run.peers.at("setting up", start.step)
     note = _start_up_note(run, recipe)
     source = run.restore(start)
     with (
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
         Copying(run.bucket, jax.process_index()) as copying,
         _open_folder(run, start) as folder,
+        account.recorded(run.workdir, start.step, folder.reached),
+        Pauses(account) as pauses,
         LocalSaving(run, start, folder, display) as local,
         Saving(run, folder, display, hooks, copying, source.frozen_from) as saving,
         Profile(run, start.step, recipe.throughput, display) as profile,
@@ -107,10 +123,13 @@ def train(
         copying.start()
         stopping.listen()
         display.references = recipe.references
-        display.say("\n".join(filter(None, (start.message, note, profile.note))))
+        display.say(
+            "\n".join(filter(None, (start.message, note, watching.note, profile.note)))
+        )
+        configured = run.job.configured
         folder.note(
-            recipe=run.job.recipe.path,
-            changed=changed_keys(run.job.recipe, run.job.config),
+            recipe=configured.recipe.path,
+            changed=changed_keys(configured.recipe, configured.config),
             start_up=note,
             references=recipe.references,
         )
@@ -124,6 +143,7 @@ def train(
             if jax.process_index() == 0:
                 run.precomputed.save(run.workdir)
 
+        watching.begin(start.step, recipe.batches.first.rows, folder, display)
         log.begin(run.state.opt_state)
         step, following = start.step, iter(batches)
         if start.unevaluated:
@@ -134,13 +154,17 @@ def train(
             stopping.before_step(step)
             profile.before_step(step)
             run.peers.at("step" if step > start.step + 1 else "compiling", step)
-            metrics = run.train_step(step, batch)
+            metrics = watching.train_step(step, batch, log, saving)
             run.peers.at("computing", step)
-            log.after_step(step, metrics, batch.waited)
+            account.dispatched(step, metrics)
+            log.after_step(step, metrics, batch.waited, pauses.take())
+            run.peers.at("hooks", step)
             profile.after_step(step)
             display.after_step(step, metrics)
             saving.report()
-            log.add_returned(step, hooks.call("on_step", step, metrics))
+            returned = hooks.call("on_step", step, metrics)
+            log.add_returned(step, returned | watching.metrics())
+            watching.after_step(step, log)
             stopping.after_step(step, log, saving)
             evaluated = evaluation.after_step(step)
             ends = hooks.ends_after(step, agree=log.logs(step) or bool(evaluated))
@@ -155,8 +179,12 @@ def train(
             samples.at_end(step)
         saving.at_end(step)
         hooks.at_end()
+    if goodput := read_goodput(run.workdir):
+        display.say(one_line(str(goodput)))
     took = format_duration(time.time() - started)
     display.say(one_line(f"done in {took}, report: {run.shown}/report.html"))
+    if log.skipped:
+        display.say(f"{log.skipped} of {step} steps made no update (skipped_steps)")
     if said := _end_at_best(run, keeps_state):
         display.say(said)
 
@@ -216,11 +244,14 @@ def _start_up_note(run: PreparedRun, recipe: RecipeFunctions) -> str:
 
 
 def _open_folder(run: PreparedRun, start: Start) -> RunFolder:
+    configured = run.job.configured
+    recipe = configured.recipe
     return RunFolder(
         run.workdir,
-        run.recorded,
+        configured.recorded,
         logger=run.settings.logger,
-        recipe=run.job.recipe.name,
+        tracker=recipe.tracker and partial(recipe.tracker, configured.config),
+        recipe=recipe.name,
         fitted_on=run.fitted_on,
         resume_from=start.step if start.resumes else None,
         restored=start.restored,

@@ -1,4 +1,4 @@
-"""Ends a run whose loss is not finite, and looks for the cause."""
+"""Ends a run whose loss is not finite, with the cause, and tells what is skipped."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,13 +48,34 @@ def describe_skipped(step: int, metrics: Mapping[str, float]) -> str:
     if not metrics.get("skipped"):
         return ""
     loss, norm = metrics["loss"], metrics["grad_norm"]
-    if np.isfinite(norm):
-        return f"step {step}: the optimizer skipped its update, grad_norm {norm:.4g}"
+    if np.isfinite(loss) and np.isfinite(norm):
+        why = f"grad_norm {norm:.4g}"
+        if "loss_limit" in metrics:
+            limits = metrics["loss_limit"], metrics["grad_norm_limit"]
+            why = f"loss {loss:.4g} of at most {limits[0]:.4g}, grad_norm {norm:.4g} "
+            why = f"{why}of at most {limits[1]:.4g}"
+        return f"step {step}: the optimizer skipped its update, {why}"
     scale = metrics.get("loss_scale")
     with_scale = f", with a loss scale of {scale:g}" if scale else ""
     return (
         f"step {step}: its gradients are not finite (loss {loss:.4g}{with_scale}); the "
         "update was skipped"
+    )
+
+
+def too_many_spikes(step: int, metrics: Mapping[str, float], most: int) -> str:
+    """Says that the last ``most`` steps were skipped as spikes; "" if they were not.
+
+    Of a longer row it says so every ``most`` steps, so that a run that is resumed has
+    as many again.
+    """
+    in_a_row = int(metrics.get("spikes_in_a_row", 0))
+    if not in_a_row or in_a_row % most:
+        return ""
+    return (
+        f"skip_spikes skipped the last {in_a_row} steps, up to step {step}: look at "
+        "loss, grad_norm and their limits in metrics.jsonl, and at the data of these "
+        "steps; if they are as they should be, raise k (optimizer.skip_spikes)"
     )
 
 

@@ -1,13 +1,12 @@
 """A recipe on its mesh, and the state: what fit, evaluate and predict share."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jshard.data.batches import Batch
 from jshard.data.position import position_files, read_position
@@ -16,8 +15,8 @@ from jshard.data.stream_state import read_state, state_files
 from jshard.plan.fit.fitted import fitted_on, make_fitted_job
 from jshard.recipe import contract
 from jshard.recipe.build import Job, make_job, make_mesh
-from jshard.recipe.config.settings import RunSettings, settings_of
-from jshard.recipe.definition import Recipe
+from jshard.recipe.config.settings import RunSettings
+from jshard.recipe.configured import Configured
 from jshard.recipe.source import Source, find_source
 from jshard.sharding.layout.batch import rows_of_process
 from jshard.sharding.layout.capacity import check_capacity
@@ -27,7 +26,7 @@ from jshard.storage.checkpoint.local import LocalCopies
 from jshard.storage.checkpoint.restore import find_step
 from jshard.storage.checkpoint.selected.run_address import find_run
 from jshard.system.jobs.peers import Peers
-from jshard.training.agreement import agree, facts_of_jax
+from jshard.training.agreement import agree, facts_of_jax, share_secret
 from jshard.training.precomputed import Precomputed
 from jshard.training.run.bucket import RunInBucket
 from jshard.training.run.start import Start, find_start
@@ -39,7 +38,6 @@ class PreparedRun:
 
     Attributes:
       job: The recipe on its mesh; its config has no open keys.
-      settings: What the run is, besides its recipe's own keys.
       abstract_state: The state, as `ShapeDtypeStruct`s.
       workdir: The run's folder.
       peers: The processes that train together.
@@ -57,7 +55,6 @@ class PreparedRun:
     """
 
     job: Job
-    settings: RunSettings
     abstract_state: TrainState
     workdir: Path
     peers: Peers
@@ -71,9 +68,9 @@ class PreparedRun:
     precomputed: Precomputed | None = None
 
     @property
-    def recorded(self) -> dict[str, Any]:
-        """All keys of the run's config, as its `config.json` has them."""
-        return self.job.config.to_dict()
+    def settings(self) -> RunSettings:
+        """What the run is, besides its recipe's own keys."""
+        return self.job.configured.settings
 
     @property
     def shown(self) -> str:
@@ -98,7 +95,7 @@ class PreparedRun:
         return find_start(
             self.workdir,
             self.settings,
-            self.recorded,
+            self.job.configured.recorded,
             self.peers,
             self.abstract_state,
             held,
@@ -151,21 +148,26 @@ class PreparedRun:
         self.examples = read_position(folder, number, self.settings.batch_size)
         self.stream_state = read_state(folder)
 
-    def train_step(self, step: int, batch: Batch) -> Mapping[str, jax.Array]:
+    def train_step(
+        self, step: int, batch: Batch, compute: Callable[..., Any] | None = None
+    ) -> Mapping[str, jax.Array]:
         """Trains on this process's part of a batch; does not wait for the devices.
 
-        Returns the metrics of the step.
+        Returns the metrics of the step. `compute` takes the place of the job's step;
+        if it raises, the state stays.
         """
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             sharded = self.job.fsdp.shard_batch(self.filled(batch.rows))
-            self.state, metrics = self.job.train_step(self.state, sharded)
+            train_step = compute or self.job.train_step
+            self.state, metrics = train_step(self.state, sharded)
         self.stream_state = batch.state
         self.examples += self.settings.batch_size
         return metrics
 
     def filled(self, rows: Any) -> Any:
         """Returns rows of a batch with what was computed for them once, if anything."""
-        if contract.precompute(self.job.recipe.precompute, self.job.config) is None:
+        configured = self.job.configured
+        if contract.precompute(configured.recipe.precompute, configured.config) is None:
             return rows
         if self.precomputed is None:
             self.precomputed = Precomputed.read(self.workdir)
@@ -187,8 +189,7 @@ class PreparedRun:
 
 
 def prepare_run(
-    recipe: Recipe,
-    config: ConfigDict,
+    configured: Configured,
     workdir: Path,
     peers: Peers,
     mesh: Mesh | None = None,
@@ -203,7 +204,7 @@ def prepare_run(
     Raises:
       UserError: The config asks for something impossible.
     """
-    settings = settings_of(config)
+    settings = configured.settings
     peers.limit(settings.watch.silence, settings.watch.limit)
     peers.open_log(workdir)
     peers.at("setting up", 0)
@@ -211,11 +212,11 @@ def prepare_run(
         agree(peers, facts_of_jax())
     hosts = peers.hosts if peers.count > 1 else None
     if mesh is None:
-        mesh = make_mesh(config, hosts=hosts)
+        mesh = make_mesh(settings.mesh, hosts=hosts)
     if policy is not None:
-        job, chosen = make_job(recipe, config, mesh, policy), ""
+        job, chosen = make_job(configured, mesh, policy), ""
     else:
-        job, chosen = make_fitted_job(recipe, config, mesh, hosts, workdir, peers)
+        job, chosen = make_fitted_job(configured, mesh, hosts, workdir, peers)
     state = job.abstract_state()
     check_capacity(state, job.fsdp.mesh.local_devices)
     copies = None
@@ -223,7 +224,6 @@ def prepare_run(
         root = Path(settings.checkpoint.local_dir).expanduser()
         # A run in a bucket has a new local folder on each start.
         name = bucket.url if bucket else str(workdir.absolute())
-        copies = LocalCopies(root, name, state, peers)
-    return PreparedRun(
-        job, job.settings, state, workdir, peers, chosen, hosts, bucket, copies
-    )
+        secret = share_secret(peers, workdir / "logs")
+        copies = LocalCopies(root, name, state, peers, secret)
+    return PreparedRun(job, state, workdir, peers, chosen, hosts, bucket, copies)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from jshard.recipe.config.overrides import keys_help
 from jshard.recipe.config.run_config import complete
-from jshard.recipe.config.settings import settings_of
+from jshard.recipe.configured import configure
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
 from jshard.recipe.schedule.epochs import set_epochs, take_epochs
@@ -48,11 +48,13 @@ def train(
         words |= json.loads(peers.publish("names", json.dumps(names)))
         keys = read_keys(recipe, words, folder)
         config = make_config(recipe, keys, folder)
-        settings = settings_of(config)
+        settings = configure(recipe, config).settings
         make_cpu_devices(settings.mesh.cpu_devices)
         limit_collectives(settings.watch.limit)
         several = len(set(peers.hosts)) > 1
-        cache_compilations(folder if several and bucket is None else None)
+        shared = folder if several and bucket is None else None
+        first = peers.hosts.index(peers.hosts[peers.index])  # process of this host
+        cache_compilations(shared, writes=first == peers.index)
         starting = time.time()
         start_devices()
         waited = {"joining": joined - joining} if peers.count > 1 else {}

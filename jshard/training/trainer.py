@@ -1,6 +1,6 @@
 """Trainer: what `python -m jshard.train` does, in Python."""
 
-import html
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +18,10 @@ from ml_collections import ConfigDict
 from jshard.data.dataset import as_dataset, as_sets
 from jshard.recipe.build import write_mesh
 from jshard.recipe.config.policy_keys import write_policy
-from jshard.recipe.config.settings import settings_of
-from jshard.recipe.data import make_training_data
+from jshard.recipe.configured import Configured, configure
 from jshard.recipe.trainer_arguments import config_of, recipe_of_parts
 from jshard.sharding.settings.callers_mesh import own_mesh
-from jshard.sharding.settings.mesh import (
-    check_mesh,
-)
+from jshard.sharding.settings.mesh import check_mesh
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP as _FSDP
@@ -36,7 +33,8 @@ from jshard.training.loop import displayed, train
 from jshard.training.prediction import checked, predict_inputs, predictions
 from jshard.training.prepared_run import PreparedRun, prepare_run
 from jshard.training.report.run_files import read_metrics
-from jshard.training.report.run_report import REPORT
+from jshard.training.report.shown_report import ShownReport
+from jshard.training.run.account import Account
 from jshard.training.run.bucket import RunInBucket, open_workdir
 
 
@@ -46,9 +44,9 @@ class Trainer:
         trainer = jshard.Trainer("gpt.py", config={"steps": 100}, workdir="runs/mine")
         trainer.fit()
 
-    A folder that already holds the run goes on where its newest checkpoint ends, as on
+    If the folder already holds the run, it continues from its newest checkpoint, as on
     the command line. Ctrl-C (or "interrupt" in a notebook) lets the step end, saves and
-    raises `Preempted`; the state is kept, and `fit()` goes on. JAX's devices are taken
+    raises `Preempted`; the state is kept, and `fit()` resumes. JAX's devices are taken
     as they are: for several on a CPU, `jax.config.update("jax_num_cpu_devices", 8)`
     before the first use of JAX.
 
@@ -147,19 +145,23 @@ class Trainer:
           UserError: The config, the recipe, its data or the run in the folder cannot be
             used.
           RunFailed: The loss is not finite, or the last state cannot be written.
-          Preempted: A signal ended the run; its state is saved and kept.
+          Preempted: A signal, such as Ctrl-C, ended the run after a step; its state is
+            saved and kept.
           Interrupted: The same with `checkpoint.every=0`: it is kept alone.
           Exception: Whatever a hook raised, after a save.
         """
         started = started or time.time()
-        with self._within(), self._peers.watching():
+        account = Account(started, enabled=self._peers.index == 0)
+        with self._within(), self._peers.watching(), account:
             hooks = Hooks(self, self._peers, **self._hooks)
-            steps = settings_of(self.config).steps
-            with displayed(steps, self._peers, waited or {}) as display:
+            configured = configure(self._recipe, self.config)
+            steps = configured.settings.steps
+            with displayed(steps, self._peers, waited or {}, account) as display:
                 train(
-                    self._ready(),
+                    self._ready(configured),
                     display,
                     hooks,
+                    account,
                     started=started,
                     keeps_state=keeps_state,
                 )
@@ -184,8 +186,24 @@ class Trainer:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's `metrics.jsonl` so far."""
+        """The lines of the run's `metrics.jsonl` so far, oldest first.
+
+        Each is a dict with `step`, `time` (seconds since 1970) and numbers by name; a
+        number that was not finite is None. Steps have `loss`, `grad_norm`, `step_time`
+        and so on, evaluations `eval_loss` and so on, and saves `checkpoint_bytes` and
+        so on, each in lines of their own:
+
+            losses = {x["step"]: x["loss"] for x in trainer.metrics if "loss" in x}
+        """
         return list(read_metrics(self.workdir))
+
+    def report(self) -> ShownReport:
+        """Returns the run's report, which a notebook shows; `path` is its HTML file.
+
+        Raises:
+          UserError: The run has none yet.
+        """
+        return ShownReport(self.workdir)
 
     def evaluate(
         self, data: Any = None, *, step: str | int | None = None
@@ -276,8 +294,7 @@ class Trainer:
                 data = self._recipe.make_data(self.config, split)
             if data is None:
                 raise UserError(f"there are no {split} data: give {split}_data")
-            trained = lambda: make_training_data(self._recipe.make_data, self.config)
-            sets = as_sets(data, run.settings.seed, trained)
+            sets = as_sets(data, run.settings.seed, run.job.configured.training_data)
             return prepare_evaluation(run, sets, self._steps)(run.state)
 
     @contextmanager
@@ -293,19 +310,20 @@ class Trainer:
             finally:
                 self._is_within = False
 
-    def _ready(self) -> PreparedRun:
+    def _ready(self, configured: Configured | None = None) -> PreparedRun:
+        configured = configured or configure(self._recipe, self.config)
         if self._run is None:
             self._run = prepare_run(
-                self._recipe,
-                self.config,
+                configured,
                 self.workdir,
                 self._peers,
                 self._mesh,
                 self._policy,
                 self._bucket,
             )
-            self.config = self._run.job.config  # what was open is chosen
-        self._run.settings = settings_of(self._run.job.config)  # a key may be set since
+            self.config = self._run.job.configured.config  # what was open is chosen
+        else:  # a key may be set since
+            self._run.job = dataclasses.replace(self._run.job, configured=configured)
         return self._run
 
     def _with_state(self, step: str | int | None = None) -> PreparedRun:
@@ -320,13 +338,3 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"Trainer({self._recipe.name!r}, workdir={str(self.workdir)!r})"
-
-    def _repr_html_(self) -> str:
-        """The run's report, inline in a notebook."""
-        page = self.workdir / REPORT
-        if not page.exists():
-            return f"<code>{html.escape(repr(self))}</code>: not trained yet"
-        # A frame of its own, which keeps the page's styles from the notebook's.
-        text = html.escape(page.read_text(encoding="utf-8"))
-        style = "width:100%; height:600px; border:1px solid #8884; border-radius:6px"
-        return f'<iframe srcdoc="{text}" style="{style}"></iframe>'

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -12,7 +13,8 @@ from ml_collections import ConfigDict
 from jshard.data.batches import batches, eval_batches
 from jshard.data.dataset import as_dataset, first_example
 from jshard.data.iterables import Once, Stream
-from jshard.recipe.data import make_training_data, make_validation_data
+from jshard.recipe.config.run_config import complete
+from jshard.recipe.configured import configure
 from jshard.system.errors import UserError
 
 ROWS = [{"tokens": [i, i + 1], "weight": 0.5} for i in range(5)]
@@ -120,10 +122,12 @@ def test_an_error_in_the_users_items_is_theirs():
 
 
 def test_no_training_data_is_one_line_and_no_validation_data_is_none():
-    config = ConfigDict({"seed": 0, "eval_every": 0})
+    config = complete(ConfigDict({"steps": 1, "batch_size": 1}), "r.py")
+    recipe: Any = SimpleNamespace(make_data=lambda *_: None)
     with pytest.raises(UserError, match="make_data returned None for split 'train'"):
-        make_training_data(lambda *_: None, config)
-    assert make_validation_data(lambda *_: 1 / 0, config) is None
+        configure(recipe, config).training_data()
+    unread: Any = SimpleNamespace(make_data=lambda *_: 1 / 0)
+    assert configure(unread, config).validation_data() is None
 
 
 # Iterables.

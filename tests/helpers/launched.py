@@ -26,12 +26,26 @@ WORDS = (
 class Launched:
     """The launcher, running in a folder."""
 
-    def __init__(self, folder: Path, *options: str, words: Sequence[str] = WORDS):
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        words: Sequence[str] = WORDS,
+        prefix: Sequence[str] = (),
+    ):
         self.folder, self.mark = folder, uuid.uuid4().hex
         self.out, self.err = folder / "out", folder / "err"
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jshard.launch", *options, "--", *words],
+                [
+                    *prefix,
+                    sys.executable,
+                    "-m",
+                    "jshard.launch",
+                    *options,
+                    "--",
+                    *words,
+                ],
                 cwd=folder,
                 # A cluster's proxy, which no process needs to find another.
                 env=environment()

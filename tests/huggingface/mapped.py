@@ -182,8 +182,10 @@ def write_tensor_files(
 def abstract_state(recipe_file: Path, **overrides: Any) -> tuple[Any, Any, Any]:
     """(config, fsdp, abstract state) of the recipe, in this process."""
     from jshard.recipe.build import make_job, make_mesh
+    from jshard.recipe.configured import configure
 
     with open_recipe(recipe_file) as recipe:
         config = make_config(recipe, overrides)
-        job = make_job(recipe, config, make_mesh(config))
+        configured = configure(recipe, config)
+        job = make_job(configured, make_mesh(configured.settings.mesh))
         return job, config, job.abstract_state()

@@ -36,7 +36,7 @@ from mapped import abstract_state
 
 folder = Path("hf")
 job, config, abstract = abstract_state(Path("tiny.py"), **{"model.from": "hf"})
-places = find_map(config, job.recipe.huggingface, "tiny", folder)
+places = find_map(config, job.configured.recipe.huggingface, "tiny", folder)
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
 loaded = load_safetensors(folder, abstract, places)

@@ -16,6 +16,7 @@ from exports import load_all
 from filled import filled
 from jshard.export import export
 from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.configured import configure
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipe.model_map import find_map
@@ -29,7 +30,8 @@ def imported(folder: Path, recipe_file: Path, **given: Any):
     overrides = {"model.from": folder, **given}
     with open_recipe(recipe_file) as recipe:
         config = make_config(recipe, overrides)
-        job = make_job(recipe, config, make_mesh(config))
+        configured = configure(recipe, config)
+        job = make_job(configured, make_mesh(configured.settings.mesh))
         places = find_map(config, recipe.huggingface, recipe.name, folder)
         source = find_parameters(folder, job.abstract_state(), tensors=places)
         model = filled(lambda: job.make_model(nnx.Rngs(1)))

@@ -14,6 +14,7 @@ from flax import nnx
 from checkpoints import read_parameters
 from jshard.models import llama_huggingface
 from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.storage.hub.adapters import reading
@@ -196,7 +197,8 @@ def test_losses_rewards_and_training_are_those_of_trl(case, trl, base, tmp_path)
     with open_recipe(find_recipe("preference.py")) as recipe:
         config = make_config(recipe, given)
         devices = jax.devices()[: config.mesh.fsdp]
-        job = make_job(recipe, config, make_mesh(config, devices))
+        configured = configure(recipe, config)
+        job = make_job(configured, make_mesh(configured.settings.mesh, devices))
         optimizer = optax.sgd(RATE)
         state = job.fsdp.init(job.make_model, optimizer, wrt=nnx.LoRAParam)
         model = llama_huggingface.read_config(

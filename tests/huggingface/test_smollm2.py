@@ -74,7 +74,7 @@ def test_the_loss_of_a_text_and_the_files(smollm2, text, tmp_path):
     words = ("--config.batch_size=2", "--config.mesh.cpu_devices=2")
     (got,) = train(tmp_path, smollm2, rows, *words, **OPTIMIZED)
     (want,) = losses_in_torch(smollm2, [rows[:1]], 0)
-    print(f"{len(text)} ids, nats a token: {got:.6f}, transformers {want:.6f}")
+    print(f"{len(text)} ids, nats per token: {got:.6f}, transformers {want:.6f}")
     assert abs(got - want) < 1e-4
 
     words = ("jshard.export", "run", "--output=out", "--format=huggingface")

@@ -102,7 +102,7 @@ def test_losses_without_label_smoothing_refuse_it():
             jshard.UserError, match=f"leave it out with preference.loss={kind}"
         ):
             preference.check(config)
-    with pytest.raises(jshard.UserError, match="kind='aot' is none of dpo, robust"):
+    with pytest.raises(jshard.UserError, match="kind='aot' is not one of dpo, robust"):
         dpo(*[answers(POLICY)] * 2, beta=1, kind="aot")
 
 

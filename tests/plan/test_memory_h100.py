@@ -7,6 +7,7 @@ from jshard.plan.fit.device_memory import compiled_bytes, step_bytes
 from jshard.plan.program import trace
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.layout.capacity import state_bytes
 
@@ -31,7 +32,7 @@ def test_the_estimate_is_near_what_xla_assigns(remat, unroll, accumulate):
     with open_recipe(find_recipe("llama.py:3-1b")) as recipe:
         config = complete(recipe.get_config(), recipe.name)
         override(config, settings, recipe.name)
-        program = trace(recipe, config, "h100:8")
+        program = trace(configure(recipe, config), "h100:8")
         estimate = state_bytes(program.state) + step_bytes(program.traced.jaxpr.jaxpr)
         needed = compiled_bytes(program.compile())
     # XLA adds the gradients of the table, as head and as embedding, in place.

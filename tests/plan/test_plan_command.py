@@ -45,10 +45,10 @@ def test_the_devices_at_hand_have_memory_and_traffic_and_no_timeline(plan, tmp_p
     )
     assert (code, err) == (0, "")
     assert out.startswith("gpt on 8 x cpu\nreplica 1 x fsdp 8; batch 8: 256 tokens")
-    assert re.search(r"^MEMORY a device", out, re.M)
+    assert re.search(r"^MEMORY per device", out, re.M)
     assert re.search(r"^all-gather +f32 +shared memory, 8 devices +\d+", out, re.M)
     assert "TIMELINE        none" in out
-    assert re.search(r"^needs .* a device; no card to compare with$", out, re.M)
+    assert re.search(r"^needs .* per device; no GPU to compare with$", out, re.M)
 
     found = json.loads((tmp_path / "json").read_text())
     assert set(found) == {

@@ -43,7 +43,9 @@ def test_constants_are_told():
     model = json.loads(json.dumps(assumptions()))
     for told, protocols in (("rings", RINGS), ("trees", TREES)):
         assert [nccl.Protocol(**protocol) for protocol in model[told]] == [*protocols]
-    assert "LL128 (14 us, 1.9 a step over NVLink, 4 over the network, 92%" in assumed()
+    assert (
+        "LL128 (14 us, 1.9 per step over NVLink, 4 over the network, 92%" in assumed()
+    )
 
 
 @pytest.mark.parametrize(

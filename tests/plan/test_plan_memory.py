@@ -110,7 +110,7 @@ def test_the_table_says_whether_it_fits(plain):
         "unexplained",
         "total",
     ]
-    assert rows[-1][-1] == "fits in 75.2 GiB that the card leaves"
+    assert rows[-1][-1] == "fits in the 75.2 GiB that the GPU leaves free"
     small = dataclasses.replace(plain, usable=plain.total - 1)
     assert "does not fit in" in list(memory_rows(small))[-1][-1]
 

@@ -105,13 +105,13 @@ def test_the_note_names_devices_sizes_what_is_replicated_and_why():
     note = describe(fsdp, state, np.ones((8, 64), np.float32), step)
     total = 64 * 64 + 71 * 73 + 4
     assert "8 x cpu: replica 1 x fsdp 8" in note
-    assert f"{total:,} ({64 * 64 // 8 + 72 * 73 // 8 + 4:,} a device)" in note
+    assert f"{total:,} ({64 * 64 // 8 + 72 * 73 // 8 + 4:,} per device)" in note
     assert f"padded          {73 * 4} B of zeros in the state" in note
     assert "8 does not divide odd.kernel" in note
-    assert "fewer than 4096 elements (a layer): scale" in note
+    assert "fewer than 4096 elements per layer: scale" in note
     assert "dropout.rngs" in note
     wire = (64 * 64 + 72 * 73) * 4 * 7 / 8 / 1024
-    assert f"reduce-scatters 2 a step, {wire:.1f} KiB a device, float32" in note
+    assert f"reduce-scatters 2 per step, {wire:.1f} KiB per device, float32" in note
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -225,3 +226,30 @@ def test_pyright_waits_for_the_push():
     assert stages.pop("pyright") == ["pre-push"]
     assert {*map(tuple, stages.values())} == {("pre-commit",)}
     assert config["default_install_hook_types"] == ["pre-commit", "pre-push"]
+
+
+def test_hooks_find_the_tools_of_an_environment_that_is_not_activated(tmp_path):
+    """A first commit is made in a shell where nothing is activated."""
+    config = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
+    hooks = config["repos"][0]["hooks"]
+    assert all(hook["entry"].startswith(".ci/hook ") for hook in hooks)
+    clean = {"PATH": "/usr/bin:/bin"}
+
+    def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, cwd=tmp_path, env=clean | more, capture_output=True, text=True
+        )
+
+    assert run("git", "init", "-q").returncode == 0
+    hook = str(REPOSITORY / ".ci/hook")
+    missing = run(hook, "a-linter")
+    assert missing.returncode == 1
+    assert missing.stdout.startswith("a-linter is not installed: python3 -m venv .venv")
+    for folder in (".venv", "mine"):
+        tool = tmp_path / folder / "bin/a-linter"
+        tool.parent.mkdir(parents=True)
+        tool.write_text(f"#!/bin/sh\necho {folder} $1\n")
+        tool.chmod(0o755)
+    assert run(hook, "a-linter", "x").stdout == ".venv x\n"
+    active = run(hook, "a-linter", "x", VIRTUAL_ENV=str(tmp_path / "mine"))
+    assert active.stdout == "mine x\n"

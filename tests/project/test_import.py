@@ -232,7 +232,11 @@ def _text(path: Path) -> str:
 
 
 def test_the_top_level_is_small_and_leads_to_the_rest(imported):
-    assert len(dir(jshard)) <= 24
+    assert len(dir(jshard)) <= 29
+    assert {"nn", "optim", "functional", "linen", "training"} <= {*dir(jshard)}
+    listed = str(jshard.__doc__).partition("Each name")[0]  # help() begins with it
+    public = {*dir(jshard)} - {"__version__"}
+    assert {name for name in public if not re.search(rf"\b{name}\b", listed)} == set()
     names = [name.partition(".")[2] for name in LEADS_TO]
     assert imported.stdout.splitlines()[1].split() == names
 

@@ -11,6 +11,7 @@ import jshard
 from jshard.recipe import recipe_path as recipes
 from jshard.recipe.build import make_job
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.system.errors import UserError
 
@@ -289,12 +290,12 @@ def test_a_recipe_may_say_which_module_types_are_units(tmp_path):
         config = complete(recipe.get_config(), recipe.name)
         with warnings.catch_warnings():  # of a large root
             warnings.simplefilter("error")
-            job = make_job(recipe, config, jshard.make_mesh())
+            job = make_job(configure(recipe, config), jshard.make_mesh())
             job.abstract_state()
         assert [unit.__name__ for unit in job.fsdp.units] == ["Block"]
         config.wrapped = False
         with pytest.warns(UserWarning, match="in no Stack or Unit"):
-            make_job(recipe, config, jshard.make_mesh()).abstract_state()
+            make_job(configure(recipe, config), jshard.make_mesh()).abstract_state()
 
 
 def test_a_syntax_error_is_an_error_that_names_file_and_line(tmp_path):

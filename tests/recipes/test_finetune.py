@@ -18,6 +18,7 @@ from jshard.inference.trained.trained_model import open_model
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
 from jshard.recipe.build import make_job, make_mesh
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.storage.checkpoint import metadata
@@ -201,7 +202,9 @@ def test_rank_0_trains_the_model_in_float32():
             assert max(float(schedule(step)) for step in range(5)) == pytest.approx(
                 rate
             )
-            state = make_job(recipe, config, make_mesh(config)).abstract_state()
+            configured = configure(recipe, config)
+            mesh = make_mesh(configured.settings.mesh)
+            state = make_job(configured, mesh).abstract_state()
             dtypes = {str(x.dtype) for _, x in nnx.to_flat_state(state.params)}
             assert dtypes == {"float32"}
             assert bool(nnx.to_flat_state(state.frozen)) == bool(rank)
@@ -211,9 +214,10 @@ def test_adapters_have_no_corrections_of_routers():
     experts = {"num_experts": 4, "sigmoid_router": True, "correction_rate": 0.1}
     keys = {f"model.{key}": value for key, value in (SIZES | experts).items()}
     with open_recipe(find_recipe("finetune.py")) as recipe:
-        config = config_of(recipe, **keys)
+        configured = configure(recipe, config_of(recipe, **keys))
+        mesh = make_mesh(configured.settings.mesh)
         with pytest.raises(jshard.UserError, match=r"model\.correction_rate changes"):
-            make_job(recipe, config, make_mesh(config)).abstract_state()
+            make_job(configured, mesh).abstract_state()
 
 
 def test_targets_that_are_not_there_are_a_users_error(folder, text, tmp_path):

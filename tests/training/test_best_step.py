@@ -159,7 +159,7 @@ def test_the_report_marks_the_best_and_is_written_of_a_step(run, tmp_path, capsy
     page = (tmp_path / "best.html").read_text()
     assert f"validation loss at step {BEST}" in page
     assert f"{BEST}, {best}" in page
-    with pytest.raises(UserError, match="is no run's folder: it has no metrics"):
+    with pytest.raises(UserError, match="is not a run's folder: it has no metrics"):
         report._report([str(run / "checkpoints")])
 
 

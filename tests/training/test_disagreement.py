@@ -8,7 +8,7 @@ import pytest
 
 from failures import WORDS
 from jobs import Job, write_recipe
-from jshard.training.run.lock import lock_folder
+from jshard.system.files.lock import lock_folder
 
 
 @pytest.mark.slow

@@ -58,6 +58,12 @@ def example(index: int) -> dict:
     return {"x": x, "tokens": np.float64(draw.integers(1, 9)), "weights": weights}
 
 
+def job_of(fsdp: Any, loss: Any) -> Any:
+    """What of a job an evaluation reads."""
+    configured = SimpleNamespace(recipe=SimpleNamespace(loss_fn=loss))
+    return SimpleNamespace(fsdp=fsdp, configured=configured)
+
+
 @functools.cache
 def prepared(devices: int = 8) -> tuple[Any, Any, dict]:
     """(a run, its state, its evaluation steps)."""
@@ -70,7 +76,7 @@ def prepared(devices: int = 8) -> tuple[Any, Any, dict]:
         "process_count": jax.process_count(),
     }
     run = SimpleNamespace(
-        job=SimpleNamespace(fsdp=fsdp, recipe=SimpleNamespace(loss_fn=loss_fn)),
+        job=job_of(fsdp, loss_fn),
         abstract_state=fsdp.abstract_state(Model, optax.sgd(0.1)),
         settings=RunSettings(steps=1, batch_size=BATCH, eval_every=1),
         reader=lambda: reader,
@@ -121,8 +127,7 @@ def evaluate(loss: Any, count: int) -> dict[str, float]:
     """An evaluation of another loss, on eight devices."""
     with jax.enable_x64(True):
         run, state, _ = prepared()
-        recipe = SimpleNamespace(loss_fn=loss)
-        job = SimpleNamespace(fsdp=run.job.fsdp, recipe=recipe)
+        job = job_of(run.job.fsdp, loss)
         run: Any = SimpleNamespace(**vars(run) | {"job": job})
         return prepare_evaluation(run, grain.MapDataset.range(count).map(example))(
             state

@@ -102,7 +102,7 @@ def test_the_first_signal_lets_the_run_save_and_exit_75(
             [],
             75,
             r"jshard: SIGINT: finishing the step .*\n"
-            r"jshard: SIGINT at step \d+: saved; .*\n",
+            r"jshard: interrupted by SIGINT at step \d+: saved; .*\n",
         ),
         (["--config.checkpoint.every=0"], 130, "jshard: error: interrupted\n"),
     ],

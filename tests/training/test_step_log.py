@@ -14,6 +14,7 @@ import jshard
 from jshard.recipe.config.settings import RunSettings
 from jshard.recipe.schedule import learning_rate as schedule
 from jshard.system.errors import UserError
+from jshard.system.jobs.peers import Peers
 from jshard.training import throughput
 from jshard.training.callbacks import step_log
 from jshard.training.run.background import Background
@@ -181,7 +182,8 @@ def test_step_times_are_those_of_training_around_evaluations(
     recipe = SimpleNamespace(
         throughput=speed, learning_rate=None, find_cause=lambda step: ""
     )
-    given: Any = (SimpleNamespace(settings=settings), 0, recipe, run, run)
+    job = SimpleNamespace(settings=settings, peers=Peers())
+    given: Any = (job, 0, recipe, run, run)
     with step_log.StepLog(*given, started=0.0) as log:
         for step in range(1, 41):
             log.after_step(step, clock.step())

@@ -5,6 +5,8 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -222,6 +224,25 @@ def test_processes_that_agree_on_the_last_step_are_done_without_checkpoints(tmp_
         ends = processes.call(end_after, tmp_path / "before", STEPS - 1)
     why = "SIGTERM at step 3, and checkpoint.every=0 saves nothing"
     assert ends == [f"Interrupted: {why}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("SIGINT", "interrupted by SIGINT at step 5, and checkpoint.every=0 saves"),
+        ("SIGTERM", "SIGTERM at step 5, and checkpoint.every=0 saves"),
+    ],
+)
+def test_ctrl_c_is_an_interruption_and_a_schedulers_signal_has_its_name(name, said):
+    profile = SimpleNamespace(steps="")
+    checkpoint = SimpleNamespace(every=0)
+    settings = SimpleNamespace(steps=9, checkpoint=checkpoint, profile=profile)
+    unused: Any = None
+    run: Any = SimpleNamespace(settings=settings)
+    ends = stopping.Stopping(run, unused, keeps_state=True)
+    ends._preemption.signal_name = name
+    with pytest.raises(Interrupted, match=rf"^{said} .*fit\(\) goes on$"):
+        ends.after_step(5, unused, unused)
 
 
 def test_a_run_that_is_interrupted_and_saves_nothing_exits_130(monkeypatch, capsys):

@@ -176,7 +176,7 @@ def test_an_interrupt_keeps_the_state_and_fit_goes_on(every, tmp_path):
     whole = of_file(tmp_path, "whole", config=config).fit()
     trainer = of_file(tmp_path, config=config, on_step=interrupt)
     kind = Preempted if every else Interrupted
-    with pytest.raises(kind, match=r"SIGINT at step 5.*fit\(\) goes on"):
+    with pytest.raises(kind, match=r"interrupted by SIGINT at step 5.*fit\(\) goes on"):
         trainer.fit()
     assert int(trainer.state.step) == 5
     trainer.fit()
@@ -282,7 +282,7 @@ def test_what_hooks_return_is_logged_and_shown(tmp_path, monkeypatch):
     assert "data:image/png;base64," in page
     assert "&lt;9&gt;" in page
     assert (tmp_path / "run/samples/drawn-9.png").read_bytes().startswith(b"\x89PNG")
-    assert trainer._repr_html_().startswith("<iframe srcdoc=")
+    assert trainer.report().path == tmp_path / "run/report.html"
 
 
 @pytest.mark.slow

@@ -90,9 +90,9 @@ def split_corpus(
         share = tokenizer.share_of_bytes(pieces[0].load()[:_LOOKED_AT])
         if share > 0.5:
             note(
-                f"{root}: {share:.0%} of it is no piece of the tokenizer's, and is "
-                "spelled byte by byte, which makes long sequences; for a tokenizer of "
-                f"this text: python -m jshard.tokenize {path} --vocab_size=8192 "
+                f"{root}: {share:.0%} of it is not in the tokenizer's vocabulary, and "
+                "is spelled byte by byte, which makes long sequences; for a tokenizer "
+                f"of this text: python -m jshard.tokenize {path} --vocab_size=8192 "
                 "--output=TOKENIZER, then --config.data.tokenizer=TOKENIZER"
             )
     if splits and splits.validation:

@@ -131,7 +131,7 @@ def _of_array(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         data = stream.read(_ARRAY + 1)
     try:
         if len(data) > _ARRAY:
-            raise ValueError(f"more than {_ARRAY:,} bytes; write an object a line")
+            raise ValueError(f"more than {_ARRAY:,} bytes; write one object per line")
         records = parse_json(data)
     except ValueError as error:
         raise UserError(f"{file}: is not JSON: {error}") from error

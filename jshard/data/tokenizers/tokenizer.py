@@ -224,7 +224,7 @@ def _open(file: Path) -> Any:
             "'jshard[text]'"
         ) from error
     if not file.is_file():  # a pipe may never end
-        raise UserError(f"{file}: not a tokenizer: it is no file")
+        raise UserError(f"{file}: not a tokenizer: it is not a file")
     if (size := file.stat().st_size) > _MOST:
         raise UserError(f"{file}: not a tokenizer: it has {size:,} bytes")
     if untrusted.is_pointer(file):

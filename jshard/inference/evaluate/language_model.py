@@ -258,7 +258,7 @@ class LanguageModel(TemplateLM):
     def _chat(self) -> Chat:
         if not isinstance(self._tokens_of, FileTokenizer):
             raise UserError(
-                "--apply_chat_template: the model's tokenizer is no tokenizer.json, "
+                "--apply_chat_template: the model's tokenizer is not a tokenizer.json, "
                 "and has no chat template"
             )
         return load_chat(self._tokens_of, "--apply_chat_template")

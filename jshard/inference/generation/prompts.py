@@ -24,7 +24,8 @@ def check_decoder(model: Any, where: str) -> None:
     """Raises a UserError unless a model continues texts; ``where`` begins it."""
     if is_encoder_decoder(model) or not callable(getattr(model, "init_cache", None)):
         raise UserError(
-            f"{where}: {type(model).__name__} is no decoder, which continues texts"
+            f"{where}: {type(model).__name__} is not a decoder, so it "
+            "cannot continue texts"
         )
     context_length(model)
 

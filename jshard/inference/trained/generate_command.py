@@ -33,28 +33,35 @@ COMMAND = Command(
     {
         **MODEL_OPTIONS,
         "prompt": Option(
-            None, "shown with what follows, as it is generated", kind=str
+            None, "is printed, followed by its continuation as it is generated",
+            kind=str,
         ),
         "prompts": Option(
-            None, 'a prompt a line, or with the suffix .jsonl {"prompt": TEXT} a line',
-            kind=Path, shown="FILE",
+            None,
+            "a file with one prompt per line, or a .jsonl file with one "
+            '{"prompt": TEXT} per line',
+            kind=Path,
+            shown="FILE",
         ),
-        "length": Option(128, "the most tokens to generate after a prompt", **_COUNT),
-        "temperature": Option(0.8, "0 always takes the likeliest token"),
+        "length": Option(128, "the most tokens to generate for each prompt", **_COUNT),
+        "temperature": Option(0.8, "of sampling; 0 always takes the likeliest token"),
         "top_k": Option(
             0, "sample only from the N likeliest tokens; 0 is all", **_TOKEN
         ),
         "top_p": Option(1.0, "sample from the likeliest tokens up to probability N"),
         "seed": Option(
-            0, "the prompt of line r has seed N + r", at_least=0, at_most=2**32 - 1
+            0, "seed of sampling; the prompt on line r has seed N + r",
+            at_least=0, at_most=2**32 - 1,
         ),
-        "batch_size": Option(32, "prompts that are continued together", **_COUNT),
+        "batch_size": Option(32, "number of prompts to generate for at once", **_COUNT),
         "stop_token": Option(
-            (), "a token that ends a text, besides those of the tokenizer; repeatable",
+            (),
+            "a token that ends a text, in addition to the tokenizer's; may be given "
+            "several times",
             kind=int, repeats=True, shown="ID", **_TOKEN,
         ),
         "format": Option(
-            "text", "of the output: text, or a JSON object a prompt",
+            "text", "print text, or one JSON object per prompt",
             choices=("text", "jsonl"),
         ),
         "weights": WEIGHTS,

@@ -32,22 +32,22 @@ MODEL_OPTIONS = {
         None, "the model's recipe, if it has moved", kind=str, shown="RECIPE",
     ),
     "tokenizer": Option(
-        None, "by default the run's, or that in the Hugging Face folder", kind=Path,
-        hub="model",
+        None, "the tokenizer; by default the run's, or the one in the Hugging Face "
+        "folder", kind=Path, hub="model",
     ),
     "dtype": Option(
-        None, "of weights and computation; by default the run's own, and float32 for a "
-        "Hugging Face folder", kind=str, choices=("float32", "bfloat16"),
+        None, "dtype of weights and computation; by default the run's own, and "
+        "float32 for a Hugging Face folder", kind=str, choices=("float32", "bfloat16"),
     ),
     "ema": Option(
         False, "use the averages of the run's parameters (policy.ema_decay)"
     ),
     "base": Option(
-        None, "the frozen weights of a run of adapters, if they have moved", kind=Path,
-        hub="model", shown="DIR",
+        None, "the folder of the frozen weights of a run that trained adapters, if it "
+        "has moved", kind=Path, hub="model", shown="DIR",
     ),
     "ignore": Option(
-        None, "unknown keys of a config.json that change nothing, like a,b", kind=str,
+        None, "unknown keys of config.json that may be ignored, like a,b", kind=str,
         shown="KEYS",
     ),
     **cluster.OPTIONS,

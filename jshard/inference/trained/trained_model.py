@@ -10,17 +10,13 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from ml_collections import ConfigDict
 
 from jshard.data.tokenizers.tokenizer import PYTHON, Tokenizer, load_tokenizer
 from jshard.inference.trained.huggingface_export import find_recipe_of
-from jshard.plan.fit.memory_choice import Candidate
 from jshard.recipe import contract
-from jshard.recipe.build import Job
-from jshard.recipe.config.policy_keys import make_policy
-from jshard.recipe.config.settings import settings_of
-from jshard.recipe.config.text_keys import TextKeys, text_keys
-from jshard.recipe.definition import Recipe
+from jshard.recipe.build import Job, job_on
+from jshard.recipe.config.text_keys import TextKeys
+from jshard.recipe.configured import Configured, configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, recorded_config
 from jshard.recipe.model_map import IGNORED, SOURCE, find_map
@@ -63,16 +59,14 @@ class TrainedModel:
 
     Attributes:
       path: A checkpoint of a run, or a Hugging Face folder.
-      recipe: Its recipe.
-      config: The recipe's config, as the run or the folder says.
+      configured: Its recipe, with the config that the run or the folder says.
       dtype: Of the weights and of the computation; None is the run's own.
       ema: Whether the weights are the run's averages; None if it has none.
       base: What the run's frozen parameters are read from, if they have moved.
     """
 
     path: Path
-    recipe: Recipe
-    config: ConfigDict
+    configured: Configured
     dtype: str | None
     ema: bool | None = None
     base: Path | None = None
@@ -88,7 +82,7 @@ class TrainedModel:
     @property
     def text(self) -> TextKeys:
         """What the recipe's keys say of the model's text."""
-        return text_keys(self.config)
+        return self.configured.text
 
     def tokenizer(self, given: Path | None = None) -> Tokenizer:
         """Returns the model's tokenizer, or the given one.
@@ -138,9 +132,8 @@ class TrainedModel:
             # What is left is as if there had never been an optimizer.
             rest: dict[str, Any] = {"opt_state": (), "ema": None, "loss_scale": None}
             return job.fsdp, dataclasses.replace(state, **rest)
-        tensors = find_map(
-            self.config, self.recipe.map_of(self.path), self.recipe.name, self.path
-        )
+        recipe, config = self.configured.recipe, self.configured.config
+        tensors = find_map(config, recipe.map_of(self.path), recipe.name, self.path)
         found = find_parameters(self.path, abstract_state, tensors=tensors)
         return job.fsdp, start_from(found, abstract_state, job.initial_state)
 
@@ -171,31 +164,18 @@ class TrainedModel:
 
     def _job(self, devices: Sequence[Any]) -> Job:
         """Returns a job that computes as the run does, in its dtypes."""
-        recipe, config = self.recipe, self.config
-        settings = settings_of(config)
-        whole = self._needs_whole_state
-        fsdp = FSDP(
-            make_mesh(devices=devices),
-            self._policy(whole),
-            units=recipe.units(config) if recipe.units else (),
-        )
+        whole, of = self._needs_whole_state, self.configured
+        policy = self._policy(whole)
+        fsdp = FSDP(make_mesh(devices=devices), policy, units=of.units())
         optimizer = optax.identity()
         if whole:
-            optimizer = contract.make_optimizer(recipe.make_optimizer, config)
-        return Job(
-            recipe,
-            config,
-            settings,
-            fsdp,
-            optimizer,
-            functools.partial(recipe.make_model, config),
-            contract.trainable(recipe.trainable, config),
-            fsdp.train_step(recipe.loss_fn, optimizer, settings.seed),
-        )
+            optimizer = contract.make_optimizer(of.recipe.make_optimizer, of.config)
+        return job_on(fsdp, of, optimizer)
 
     def _policy(self, whole: bool) -> Policy:
         """Returns the run's dtypes, and if ``whole`` what its state consists of."""
-        own = make_policy(Candidate("full", 1).apply(self.config))  # they may be "fit"
+        of_training = {"policy.remat": "full", "policy.accumulate": 1}  # maybe "fit"
+        own = self.configured.with_values(of_training).policy
 
         def dtypes(precision: Precision) -> Precision:
             param, compute = precision.param, precision.compute
@@ -257,7 +237,7 @@ def open_model(
         found = find_recipe(recipe or _RECIPES.get(str(architecture), _OTHERS))
         with open_recipe(found) as opened:
             config = make_config(opened, {SOURCE: str(path), IGNORED: ignored})
-            yield TrainedModel(path, opened, config, dtype or "float32")
+            yield TrainedModel(path, configure(opened, config), dtype or "float32")
         return
     path = find_step(path)
     about = metadata.read(path)
@@ -273,9 +253,8 @@ def open_model(
         # What the run was given may be relative to another folder.
         elsewhere = {"checkpoint.restore": str(base or "")}
         config = recorded_config(opened, about["config"], path, elsewhere)
-        yield TrainedModel(
-            path, opened, config, dtype, ema if has_averages else None, base
-        )
+        averages = ema if has_averages else None
+        yield TrainedModel(path, configure(opened, config), dtype, averages, base)
 
 
 def _check_base(path: Path, recorded: str | None, base: Path | None) -> None:

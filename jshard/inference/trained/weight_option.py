@@ -12,8 +12,8 @@ from jshard.system.formatting import format_bytes
 
 WEIGHTS = Option(
     "auto",
-    "whether each device holds all weights, or a shard; auto replicates them if they "
-    "fit and there is one process",
+    "whether each device holds all weights or a shard of them; auto replicates them "
+    "if they fit and there is one process",
     choices=("auto", "replicated", "sharded"),
 )
 _FREE = 0.4  # of a device's memory for the weights: they are copied once, and the cache

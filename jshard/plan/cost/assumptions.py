@@ -32,9 +32,9 @@ def assumptions(constants: Constants = FITTED) -> dict[str, Any]:
 def assumed(constants: Constants = FITTED) -> str:
     """The same in a sentence, without the trees."""
     rings = ", ".join(
-        f"{ring.name} ({ring.latency * 1e6:.2g} us, {ring.step * 1e6:.2g} a step over "
-        f"NVLink, {ring.network_step * 1e6:.2g} over the network, {ring.share:.0%} of "
-        "the bandwidth)"
+        f"{ring.name} ({ring.latency * 1e6:.2g} us, {ring.step * 1e6:.2g} per step "
+        f"over NVLink, {ring.network_step * 1e6:.2g} over the network, "
+        f"{ring.share:.0%} of the bandwidth)"
         for ring in nccl.RINGS
     )
     return (
@@ -46,8 +46,8 @@ def assumed(constants: Constants = FITTED) -> str:
         f"bandwidth, NVLink at {constants.link:.0%}, "
         f"{constants.network_port / 1e9:.2f} GB/s through a port of 400 Gb/s, "
         f"{constants.host_bus / 1e9:.0f} GB/s to the host over PCIe 5.0, "
-        f"{constants.launch * 1e6:.2g} us a kernel, {constants.straggle * 1e3:.2g} ms "
-        "a collective for each doubling of hosts "
+        f"{constants.launch * 1e6:.2g} us per kernel, {constants.straggle * 1e3:.2g} "
+        "ms per collective for each doubling of hosts "
         f"({constants.source}), and "
         f"collectives by the fastest of NCCL's protocols: {rings}"
     )

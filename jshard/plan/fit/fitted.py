@@ -1,32 +1,21 @@
 """The job of a run, with the keys chosen that its config leaves to the memory."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jshard.plan.fit.device_memory import compiled_bytes, usable_bytes
-from jshard.plan.fit.memory_choice import (
-    Candidate,
-    Traced,
-    check_stages,
-    fit,
-)
+from jshard.plan.fit.memory_choice import Candidate, Traced, check_stages, fit
 from jshard.plan.start_up import network_axes
 from jshard.recipe.build import Job, abstract_batch, make_job
-from jshard.recipe.changes import (
-    FITTED_ON,
-    changed_keys,
-    read_config,
-)
+from jshard.recipe.changes import FITTED_ON, changed_keys, read_config
 from jshard.recipe.config.run_config import flatten, is_within
-from jshard.recipe.config.settings import RunSettings, settings_of
 from jshard.recipe.config.shared_keys import FITTED
-from jshard.recipe.definition import Recipe
+from jshard.recipe.configured import Configured
 from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, mesh_text
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
@@ -36,8 +25,7 @@ _OF_STEP = ("model", "batch_size", "policy", "optimizer", "compiler_options")
 
 
 def make_fitted_job(
-    recipe: Recipe,
-    config: ConfigDict,
+    configured: Configured,
     mesh: Mesh,
     hosts: Sequence[int] | None,
     workdir: Path,
@@ -56,22 +44,22 @@ def make_fitted_job(
     Raises:
       UserError: The config asks for something impossible, or nothing fits.
     """
-    settings = settings_of(config)
+    settings = configured.settings
     if not settings.policy.open_keys:
-        return make_job(recipe, config, mesh), ""
+        return make_job(configured, mesh), ""
     check_stages(settings, mesh)
     kept = None
     if peers.index == 0:
-        kept = _choice_of_run(workdir, settings, config.to_dict(), mesh)
+        kept = _choice_of_run(workdir, configured, mesh)
     kept = json.loads(peers.publish("fit", json.dumps(kept)))
     if kept is not None:
         candidate = Candidate(*kept)
         return (
-            make_job(recipe, candidate.apply(config), mesh),
+            make_job(candidate.apply(configured), mesh),
             f"{candidate}, as this run chose when it began",
         )
     peers.at("choosing by memory", 0)
-    batch, _, _ = abstract_batch(recipe, config, mesh)
+    batch, _, _ = abstract_batch(configured, mesh)
     network = network_axes(mesh, hosts_of(list(mesh.devices.flat), hosts))
 
     def traced(job: Job) -> tuple[Any, jax.stages.Traced]:
@@ -79,7 +67,7 @@ def make_fitted_job(
         return state, job.train_step.trace(state, batch)
 
     def trace(candidate: Candidate) -> Traced:
-        state, step = traced(make_job(recipe, candidate.apply(config), mesh))
+        state, step = traced(make_job(candidate.apply(configured), mesh))
         return Traced(
             step.jaxpr.jaxpr,
             state,
@@ -90,7 +78,7 @@ def make_fitted_job(
 
     def compile(candidate: Candidate) -> tuple[int, Job]:
         # Its step keeps what is compiled here.
-        job = make_job(recipe, candidate.apply(config), mesh)
+        job = make_job(candidate.apply(configured), mesh)
         return compiled_bytes(traced(job)[1].lower().compile()), job
 
     usable = min(map(int, peers.share("memory", str(usable_bytes(mesh.local_devices)))))
@@ -106,7 +94,7 @@ def fitted_on(mesh: Mesh) -> str:
 
 
 def _choice_of_run(
-    workdir: Path, settings: RunSettings, recorded: Mapping[str, Any], mesh: Mesh
+    workdir: Path, configured: Configured, mesh: Mesh
 ) -> tuple[str, int] | None:
     """Returns what the folder's run chose, if it holds for this config and mesh."""
     try:
@@ -115,8 +103,8 @@ def _choice_of_run(
         return None
     if before.get(FITTED_ON) != fitted_on(mesh):
         return None
-    changes = changed_keys(before, recorded)
-    chosen = settings.policy.open_keys
+    changes = changed_keys(before, configured.recorded)
+    chosen = configured.settings.policy.open_keys
     if any(is_within(key, _OF_STEP) and key not in chosen for key in changes):
         return None
     remat, accumulate = (flatten(before).get(key) for key in FITTED)

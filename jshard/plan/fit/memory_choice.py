@@ -12,14 +12,13 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
-from ml_collections import ConfigDict
 
 from jshard.plan.fit.device_memory import step_bytes
 from jshard.plan.fit.hardware import GPUS, overlapped
 from jshard.plan.start_up import product_flops, traffic
-from jshard.recipe.config.overrides import with_values
 from jshard.recipe.config.settings import FIT, RunSettings
 from jshard.recipe.config.shared_keys import FITTED
+from jshard.recipe.configured import Configured
 from jshard.sharding.layout.capacity import state_bytes
 from jshard.sharding.settings.mesh import stages_of
 from jshard.system.errors import UserError
@@ -49,10 +48,10 @@ class Candidate:
     remat: str
     accumulate: int
 
-    def apply(self, config: ConfigDict) -> ConfigDict:
-        """Returns a copy of a config with these values."""
+    def apply(self, configured: Configured) -> Configured:
+        """Returns a recipe with these values in its config."""
         values = {REMAT: self.remat, ACCUMULATE: self.accumulate}
-        return with_values(config, values)
+        return configured.with_values(values)
 
     def __str__(self) -> str:
         batches = "micro-batch" if self.accumulate == 1 else "micro-batches"
@@ -141,7 +140,7 @@ def fit(
         compiled[best] = compile(best)
         ratio = max(compiled[best][0] - state, 0) / max(traces[best], 1)
     needed, made = compiled[best]
-    note = f"{best}: {format_bytes(needed)} of {format_bytes(usable)} a device"
+    note = f"{best}: {format_bytes(needed)} of {format_bytes(usable)} per device"
     if faster := order[: order.index(best)]:
         other = faster[-1]
         about = "" if other in compiled else "about "

@@ -14,7 +14,6 @@ from jshard.plan.cost.timeline import Timeline
 from jshard.plan.fit.hardware import FITTED
 from jshard.plan.output.plan_text import options
 from jshard.plan.planning import Plan
-from jshard.recipe.config.run_config import flatten
 from jshard.system.compat.versions import versions
 
 SCHEMA = 2
@@ -26,8 +25,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "versions": versions(("jax", "jaxlib", "flax", "optax")),
-        "recipe": program.job.recipe.name,
-        "config": flatten(program.job.config),
+        "recipe": program.recipe.name,
+        "config": program.job.configured.values,
         "topology": program.topology,
         "gpu": None if program.gpu is None else dataclasses.asdict(program.gpu),
         "mesh": dict(program.mesh.shape),
@@ -126,7 +125,7 @@ def trace(plan: Plan) -> dict[str, Any]:
     if timeline is None:
         raise ValueError("no timeline")
     phases = Phases(timeline)
-    title = f"{plan.program.job.recipe.name} on {plan.program.topology}, one device"
+    title = f"{plan.program.recipe.name} on {plan.program.topology}, one device"
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
     ]

@@ -13,7 +13,15 @@ from jshard.plan.output import plan_text, schedule_picture
 from jshard.plan.planning import Plan
 from jshard.system.formatting import format_bytes, format_count, format_seconds
 from jshard.system.pages.charts import script_json
-from jshard.system.pages.page import document, folded, section, table, tiles
+from jshard.system.pages.page import (
+    bar,
+    document,
+    folded,
+    note,
+    section,
+    table,
+    tiles,
+)
 
 KINDS = (
     MATRIX,
@@ -44,22 +52,22 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
     timeline, traffic = plan.timeline, plan.traffic
     memory = _memory(plan.memory)
     if plan.pipeline is not None:
-        memory += _note(f"{plan_text.activations(plan.pipeline).capitalize()}.")
+        memory += note(f"{plan_text.activations(plan.pipeline).capitalize()}.")
         if timeline is not None:
             idle = " ".join(plan_text.bubble(plan, plan.pipeline, timeline))
-            yield "Pipeline", schedule_picture.render(timeline) + _note(f"{idle}.")
+            yield "Pipeline", schedule_picture.render(timeline) + note(f"{idle}.")
     if timeline is not None:
         yield "Timeline", "".join(_charts(timeline))
-    yield "Memory of a device", memory
+    yield "Memory per device", memory
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
     found = table(plan_text.traffic_rows(traffic), heading, "grid-table")
     if traffic.network_bytes:
-        found += _note(f"{plan_text.network(traffic)}.")
-    yield "Traffic of a device in a step", found or _note("none")
+        found += note(f"{plan_text.network(traffic)}.")
+    yield "Traffic per device and step", found or note("none")
     if timeline is not None:
         heading = ["at", "lasts", "waits for", "between"]
         found = table(plan_text.gap_rows(timeline), heading, "grid-table")
-        yield "Where no kernel runs", found or _note("none: there is no gap")
+        yield "Where no kernel runs", found or note("none: there is no gap")
         phases = Phases(timeline).seconds().items()
         rows = [(name, format_seconds(seconds)) for name, seconds in phases]
         yield "Kernels by phase", table(rows)
@@ -71,7 +79,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "XLA options", folded(given, table(rows, kind="options"))
     if plan.program.gpu is not None:
         model = assumed(plan.program.gpu.constants)
-        yield "Model", _note(f"{model}. {_NO_CONTENTION}")
+        yield "Model", note(f"{model}. {_NO_CONTENTION}")
 
 
 def _tiles(plan: Plan) -> str:
@@ -82,16 +90,16 @@ def _tiles(plan: Plan) -> str:
         share = f"exposed communication, {exposed / seconds:.1%} of the step"
         sure = plan_text.step_range(plan) or f"not confirmed for {plan.kind}"
         figures = [
-            (format_seconds(seconds), f"a step ({sure})"),
+            (format_seconds(seconds), f"per step ({sure})"),
             *([] if plan.mfu is None else [(f"{plan.mfu:.1%}", "MFU")]),
-            (format_count(per_second / plan.program.mesh.size), f"{unit}/s a GPU"),
+            (format_count(per_second / plan.program.mesh.size), f"{unit}/s per GPU"),
             (format_count(per_second), f"{unit}/s"),
             (format_seconds(exposed), share),
         ]
         if plan.pipeline is not None:
             idle = "bubble: a device waits for other stages"
             figures.append((f"{plan.timeline.bubble:.1%}", idle))
-    of = "a device"
+    of = "per device"
     if plan.memory.usable is not None:
         fits = "fits" if plan.fits else "does not fit"
         of = f"of {format_bytes(plan.memory.usable)} usable: {fits}"
@@ -127,7 +135,7 @@ def _charts(timeline: Timeline) -> Iterator[str]:
                 f'<canvas tabindex="0" role="img" aria-label="{title}: '
                 'streams over time"></canvas></figure>'
             )
-    yield _note(
+    yield note(
         "Drag or press arrow keys to move; zoom with Ctrl and the wheel, + and -, "
         "or a double click. Point at a box for details."
     )
@@ -180,18 +188,9 @@ def _kind(kind: str) -> int:
 def _memory(memory: Memory) -> str:
     """Returns a bar of the parts, as shares of the card, and a table."""
     full = max(memory.usable or 0, memory.total)
-    parts = [(part.name, part.bytes) for part in memory.parts if part.bytes > 0]
+    sizes = [(part.name, part.bytes) for part in memory.parts if part.bytes > 0]
+    parts = [(name, size, format_bytes(size)) for name, size in sizes]
     marks = [f"part-{number}" for number in range(len(parts))]
-    blocks = "".join(
-        f'<i class="{mark}" style="width:{100 * size / full:.3f}%" '
-        f'title="{escape(name)}: {format_bytes(size)}"></i>'
-        for mark, (name, size) in zip(marks, parts, strict=True)
-    )
-    if memory.usable is not None:
-        blocks += f'<u style="left:{100 * memory.usable / full:.3f}%"></u>'
     rows = plan_text.memory_rows(memory)
-    return f'<div class="bar">{blocks}</div>' + table(rows, (), "numbers", marks)
-
-
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
+    drawn = bar(parts, full, marks, memory.usable)
+    return drawn + table(rows, (), "numbers", marks)

@@ -22,17 +22,18 @@ def lines(plan: Plan) -> Iterator[str]:
     yield heading(plan)
     yield job(plan)
     if plan.module.imbalance > 1:
-        yield f"experts: a device sends one up to {plan.module.imbalance:g} even shares"
+        times = f"{plan.module.imbalance:g} times an even share"
+        yield f"experts: a device sends at most {times} of its tokens to one expert"
     if plan.chosen:
         yield f"chosen: {plan.chosen}"
     yield ""
-    rows = [("MEMORY a device", "", "", ""), *memory_rows(plan.memory)]
+    rows = [("MEMORY per device", "", "", ""), *memory_rows(plan.memory)]
     yield from _columns(rows, "<>><")
     if plan.pipeline is not None:
         yield activations(plan.pipeline)
     yield ""
     if plan.traffic.rows:
-        names = ("TRAFFIC", "dtype", "over", "count", "a device", "at least", "busy")
+        names = ("TRAFFIC", "dtype", "over", "count", "per device", "at least", "busy")
         yield from _columns([names, *traffic_rows(plan.traffic)], "<<<>>>>")
         if plan.traffic.network_bytes:
             yield network(plan.traffic)
@@ -63,22 +64,23 @@ def heading(plan: Plan) -> str:
     """Returns "llama:3-8b on 64 x NVIDIA H100 80GB HBM3", for example."""
     mesh, gpu = plan.program.mesh, plan.program.gpu
     kind = gpu.name if gpu else mesh.devices.flat[0].device_kind
-    return f"{plan.program.job.recipe.name} on {mesh.size} x {kind}"
+    return f"{plan.program.recipe.name} on {mesh.size} x {kind}"
 
 
 def job(plan: Plan) -> str:
     """Returns mesh, batch, and the time that compiling took."""
     program = plan.program
     mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
-    batch = f"batch {program.job.settings.batch_size}: {program.items:,} {program.unit}"
-    return f"{mesh}; {batch} a step; compiled in {plan.seconds:.1f} s"
+    size = program.job.configured.settings.batch_size
+    batch = f"batch {size}: {program.items:,} {program.unit}"
+    return f"{mesh}; {batch} per step; compiled in {plan.seconds:.1f} s"
 
 
 def _verdict(plan: Plan) -> str:
     """Returns "fits: 9.6 of 75.2 GiB", for example."""
     total, usable = plan.memory.total, plan.memory.usable
     if usable is None:
-        return f"needs {format_bytes(total)} a device; no card to compare with"
+        return f"needs {format_bytes(total)} per device; no GPU to compare with"
     does = "fits" if plan.fits else "does not fit"
     needs = f"{total / 2**30:.1f}" if total >= 2**30 else format_bytes(total)
     return f"{does}: {needs} of {usable / 2**30:.1f} GiB"
@@ -103,20 +105,20 @@ def memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
     fits = ""
     if memory.usable is not None:
         does = "fits in" if memory.fits else "does not fit in"
-        fits = f"{does} {format_bytes(memory.usable)} that the card leaves"
+        fits = f"{does} the {format_bytes(memory.usable)} that the GPU leaves free"
     yield "total", format_bytes(memory.total), "", fits
     if memory.host:
         kinds = ", ".join(f"{p.name} {format_bytes(p.bytes)}" for p in memory.host)
         number = memory.devices_a_host
         shared = format_bytes(memory.host_bytes * number)
-        of = f"pinned for each: {kinds}; {shared} for the {number} of a host"
+        of = f"pinned per device: {kinds}; {shared} for the {number} of a host"
         yield "host", format_bytes(memory.host_bytes), "", of
 
 
 def network(traffic: Traffic) -> str:
     """Describes the bytes that arrive through a device's own network port."""
     part, total = format_bytes(traffic.network_bytes), format_bytes(traffic.bytes)
-    return f"over the network: {part} of {total} a device, through its own port"
+    return f"over the network: {part} of {total} per device, through its own port"
 
 
 def traffic_rows(traffic: Traffic) -> Iterator[tuple[str, ...]]:
@@ -154,7 +156,7 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     """Yields rows of a table of a step's times: name, value, remark."""
     per_second = plan.items_per_second or 0.0
     one = format_count(per_second / plan.program.mesh.size)
-    speed = f"{format_count(per_second)} {plan.program.unit}/s, {one} a GPU"
+    speed = f"{format_count(per_second)} {plan.program.unit}/s, {one} per GPU"
     floor = "with all communication hidden"
     seconds, exposed = timeline.seconds, timeline.exposed
     if plan.mfu is not None:
@@ -168,10 +170,10 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     yield "exposed", format_seconds(exposed), share
     if plan.pipeline is not None:
         yield "bubble", *bubble(plan, plan.pipeline, timeline)
-        sent = "of exposed, what stages send each other after each tick"
+        sent = "of the exposed time: what stages send each other after each tick"
         yield "sends", format_seconds(timeline.exposed_sends), sent
     if timeline.stragglers:
-        late = "waiting for the slowest host"
+        late = "of the step: waiting for the slowest host"
         yield "stragglers", format_seconds(timeline.stragglers), late
     kernels = format_seconds(timeline.busy(COMPUTE))
     yield "kernels", kernels, "on the compute stream"
@@ -183,7 +185,7 @@ def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
         yield (
             "unknown",
             f"{calls:,} x",
-            f"{target}: counted by its memory traffic alone",
+            f"{target}: timed by its memory traffic alone",
         )
 
 
@@ -211,8 +213,9 @@ def activations(pipeline: Pipeline) -> str:
     first, last = pipeline.alive[0], pipeline.alive[-1]
     of = "of a stage" if pipeline.chunk.max() else "of its stage"
     return (
-        "all stages run one program, so each device reserves as much; the first keeps "
-        f"activations {of} for {first} micro-batches, the last for {last}"
+        "all stages run the same program, so every device reserves the same memory; "
+        f"the first keeps activations {of} for {first} micro-batches, the last for "
+        f"{last}"
     )
 
 

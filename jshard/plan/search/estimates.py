@@ -199,7 +199,7 @@ def activity(program: Program) -> Activity:
     """Measures a traced step that reshards its layers, so keeps no weights of them."""
     job, found = program.job, _activations(program.jaxpr)
     micro = job.fsdp.policy.accumulate
-    examples = job.settings.batch_size / program.mesh.size / micro
+    examples = job.configured.settings.batch_size / program.mesh.size / micro
     return Activity(
         product_flops(program.jaxpr)[0],
         (found["saved"] + found["layer"]) / examples,

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from jshard.plan.fit.hardware import GPU, find_constants
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.candidates import (
@@ -43,9 +41,7 @@ from jshard.plan.search.outcomes import Outcome, Search
 from jshard.plan.search.processes import run_each
 from jshard.plan.topology import devices, parse
 from jshard.recipe.build import make_job, make_mesh
-from jshard.recipe.config.policy_keys import make_policy
-from jshard.recipe.config.run_config import flatten
-from jshard.recipe.config.settings import settings_of
+from jshard.recipe.configured import Configured, configure
 from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
@@ -94,17 +90,17 @@ def search(
     gpu = dataclasses.replace(gpu, constants=find_constants(constants))
     mesh_devices = devices(topology)
     with open_recipe(path) as recipe:
-        config = make_config(recipe, overrides)
+        configured = configure(recipe, make_config(recipe, overrides))
 
         @functools.cache
         def traced(remat: str) -> tuple[Activity, list[str]]:
             settings = {**overrides, REMAT: remat, RESHARD: True}
             return _trace(recipe, topology, settings)
 
-        _, names = traced(settings_of(config).policy.remat)
-        axes = _axes(recipe, config, mesh_devices) if AXES in allowed else ()
+        _, names = traced(configured.settings.policy.remat)
+        axes = _axes(configured, mesh_devices) if AXES in allowed else ()
         axes = axes or (["pipe"] if PIPE in allowed else [])
-        everything = candidates(flatten(config), gpu, number, allowed, names, axes)
+        everything = candidates(configured.values, gpu, number, allowed, names, axes)
         promising, refused, too_large = _estimates(
             recipe, mesh_devices, gpu, traced, everything, overrides
         )
@@ -145,7 +141,7 @@ def search(
     )
 
 
-def _axes(recipe: Recipe, config: ConfigDict, mesh_devices: Sequence[Any]) -> list[str]:
+def _axes(configured: Configured, mesh_devices: Sequence[Any]) -> list[str]:
     """Returns the further axes of the mesh that a recipe's model and plans can take."""
 
     def takes(axis: str) -> bool:
@@ -153,7 +149,7 @@ def _axes(recipe: Recipe, config: ConfigDict, mesh_devices: Sequence[Any]) -> li
             sizes: dict[str, Any] = {axis: 2}
             mesh = meshes.make_mesh(devices=mesh_devices, **sizes)
             with warnings.catch_warnings(action="ignore"):  # of its bubble
-                make_job(recipe, config, mesh.abstract_mesh).abstract_state()
+                make_job(configured, mesh.abstract_mesh).abstract_state()
         except UserError:
             return False
         return True
@@ -170,7 +166,8 @@ def _trace(
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            program = trace(recipe, make_config(recipe, settings), topology)
+            configured = configure(recipe, make_config(recipe, settings))
+            program = trace(configured, topology)
     except Exception:
         return Activity(0.0, 0.0, 0.0), []
     return activity(program), sorted({*names_in(program.jaxpr)})
@@ -196,13 +193,13 @@ def _estimates(
         given = {**overrides, **candidate.settings}
         key = frozenset((k, str(given[k])) for k in given.keys() - _NOT_OF_STATE)
         try:
-            config = make_config(recipe, given)
-            policy, mesh = make_policy(config), make_mesh(config, mesh_devices)
+            configured = configure(recipe, make_config(recipe, given))
+            settings, policy = configured.settings, configured.policy
+            mesh = make_mesh(settings.mesh, mesh_devices)
             policy.check_groups(meshes.shards_of(mesh, split=True))
-            settings = settings_of(config)
             check_batch_size(settings.batch_size, policy.accumulate, mesh)
             if key not in sizes:
-                job = make_job(recipe, config, mesh.abstract_mesh)
+                job = make_job(configured, mesh.abstract_mesh)
                 sizes[key] = state_size(job.abstract_state())
         except UserError as error:
             refused.append((candidate, str(error)))

@@ -22,6 +22,7 @@ from jshard.plan.fit.device_memory import compiled_bytes
 from jshard.plan.fit.hardware import find_constants
 from jshard.plan.program import Program, trace
 from jshard.plan.search.result_cache import program_key, read_result, write_result
+from jshard.recipe.configured import configure
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.system.compat import absent_gpus
@@ -64,7 +65,7 @@ def reply_to(
         warnings.simplefilter("default")
         try:
             config = make_config(recipe, json.loads(settings))
-            program = trace(recipe, config, topology, speed)
+            program = trace(configure(recipe, config), topology, speed)
             reply = compile_program(program, Path(cache))
         except UserError as error:
             reply = {"error": str(error), "refused": True}

@@ -10,12 +10,7 @@ from ml_collections import ConfigDict, FieldReference
 from jshard.recipe.config.keys import Key
 from jshard.recipe.config.profiled_steps import profile_problem
 from jshard.recipe.config.settings import MOST_STEPS
-from jshard.recipe.config.shared_keys import (
-    COMMON,
-    DEFAULTS,
-    REQUIRED,
-    SHARED,
-)
+from jshard.recipe.config.shared_keys import COMMON, DEFAULTS, REQUIRED, SHARED
 from jshard.system.cli.knob import Knob
 from jshard.system.cli.options import check_value
 from jshard.system.errors import UserError

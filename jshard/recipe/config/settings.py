@@ -31,13 +31,13 @@ class MeshSettings:
 
     fsdp: int = knob(
         -1,
-        "number of shards of a parameter; -1 is all devices",
+        "number of devices to shard each parameter over; -1 is all that remain",
         also=(-1,),
         at_least=1,
     )
     replica: int | Literal["hosts"] = knob(
         1,
-        "number of replicas of the sharded model (HSDP); hosts is one per host",
+        "number of copies of the sharded model (HSDP); hosts is one per host",
         also=("hosts",),
         at_least=1,
     )
@@ -87,33 +87,47 @@ class CheckpointSettings:
     every: int = knob(500, "steps between two saves; 0 is never", at_least=0)
     keep: int = knob(3, "number of newest checkpoints to keep", at_least=1)
     keep_every: int = knob(
-        0, "keep all checkpoints of steps that this divides; 0 is none", at_least=0
+        0,
+        "also keep every checkpoint whose step is a multiple of this; 0 is none",
+        at_least=0,
     )
-    best: str = knob("", "keep the best by this metric too, e.g. eval_loss")
+    keep_hours: float = knob(
+        0.0,
+        "also keep one checkpoint for each period of this many hours; 0 is none",
+        at_least=0,
+    )
+    best: str = knob(
+        "", "also keep the checkpoint of the best value of this metric, e.g. eval_loss"
+    )
     best_is: str = knob(
-        "lowest", "which value of that metric is best", choices=("lowest", "highest")
+        "lowest",
+        "whether the lowest or the highest value of that metric is best",
+        choices=("lowest", "highest"),
     )
     load_best: bool = knob(
         False, "in Python, end Trainer.fit with the state of the best checkpoint"
     )
     local: int = knob(
         0,
-        "steps between copies that hosts keep in case one is lost; 0 keeps none",
+        "steps between copies of the state in the memory of hosts, from which a job "
+        "restarts if a host is lost; 0 makes none",
         at_least=0,
     )
     local_dir: str = knob(
-        "/dev/shm", "where each host keeps them, not shared with others", kind=Path
+        "/dev/shm", "each host's folder for these copies, not a shared one", kind=Path
     )
     restore: str = knob(
         "",
-        "start from these parameters: a run's folder, with @best or @STEP at its "
-        "end for another than the newest checkpoint, a checkpoint (Orbax's too), "
+        "start from these parameters: a run's folder (append @best or @STEP for "
+        "another checkpoint than the newest), a checkpoint (also one of Orbax), "
         "safetensors, or a Hugging Face folder or name",
         kind=Path,
         bucket=True,
         hub="model",
     )
-    restore_optimizer: bool = knob(False, "restore the optimizer state from there, too")
+    restore_optimizer: bool = knob(
+        False, "also restore the optimizer state from checkpoint.restore"
+    )
     adapters: str = knob(
         "", "start from the LoRA adapters in this PEFT folder", kind=Path, hub="model"
     )
@@ -126,8 +140,8 @@ class CheckpointSettings:
 class LoggerSettings:
     """The services that a run logs to, by the names of their packages."""
 
-    wandb: str = knob("", "log to this project of Weights & Biases, too")
-    mlflow: str = knob("", "log to this experiment of MLflow, too")
+    wandb: str = knob("", "also log to this project of Weights & Biases")
+    mlflow: str = knob("", "also log to this experiment of MLflow")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,29 +150,52 @@ class ProfileSettings:
 
     steps: str = knob(
         "",
-        "steps to trace for Perfetto and XProf, the last included, e.g. 10:12",
+        "steps to trace for Perfetto and XProf, the last one included, e.g. 10:12",
         noun="FIRST:LAST",
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class WatchSettings:
-    """How long the processes of a job wait for each other."""
+    """How long processes wait for each other, and what else ends a run."""
 
     silence: float = knob(
         8.0,
-        "seconds without a heartbeat of a process until the job ends",
+        "end the job when a process has sent no heartbeat for this many seconds",
         at_least=2,
         at_most=60,  # JAX itself gives up after 100
     )
     stuck: float | Literal["auto"] = knob(
         "auto",
-        "seconds without progress in any process until the job ends; 0 is "
-        "never, auto a minute or ten steps, whichever is longer",
+        "end the job when no process has made progress for this many seconds; 0 "
+        "is never, auto is a minute or ten steps, whichever is longer",
         kind=float,
         also=("auto",),
         at_least=0,
         at_most=10_000_000,
+    )
+    spikes: int = knob(
+        20,
+        "steps in a row that skip_spikes may skip until the run ends, its state saved",
+        at_least=1,
+    )
+    replay: int = knob(
+        0,
+        "steps between two that are computed again on other devices, whose bits must "
+        "be the same; 0 is never",
+        at_least=0,
+    )
+    replicas: int = knob(
+        0,
+        "steps between two comparisons of what several devices hold copies of; 0 is "
+        "never",
+        at_least=0,
+    )
+    on_difference: str = knob(
+        "end",
+        "what a difference that one of these finds does: end the run, or go_on with a "
+        "warning",
+        choices=("end", "go_on"),
     )
 
     @property
@@ -176,7 +213,7 @@ class RunSettings:
 
     steps: int = knob(
         1,
-        "number of optimizer updates; or of epochs, rounded up to steps: 3epochs",
+        "number of optimizer updates, or of epochs, rounded up to steps: 3epochs",
         noun="a whole number, or epochs like 3epochs",
         at_least=1,
     )
@@ -187,7 +224,9 @@ class RunSettings:
     log_every: int = knob(10, "steps between two printed lines of metrics", at_least=1)
     eval_every: int = knob(0, "steps between two evaluations; 0 is never", at_least=0)
     eval_batches: int = knob(
-        0, "largest number of batches to evaluate; 0 is all validation data", at_least=0
+        0,
+        "largest number of batches per evaluation; 0 is all validation data",
+        at_least=0,
     )
     eval_tasks: tuple[str, ...] = knob(
         (),

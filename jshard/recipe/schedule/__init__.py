@@ -1,1 +1,1 @@
-"""How long a run is, in steps and epochs, and its learning rates."""
+"""How long a run is, in steps and epochs, its learning rates, and what it skips."""

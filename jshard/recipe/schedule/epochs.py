@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from jshard.data.dataset import rows_of_epoch
 from jshard.recipe.config.run_config import check, epochs_in
 from jshard.recipe.config.settings import MOST_STEPS
-from jshard.recipe.data import make_training_data
+from jshard.recipe.configured import configure
 from jshard.recipe.definition import Recipe
 from jshard.system.errors import UserError
 
@@ -40,7 +40,7 @@ def set_epochs(recipe: Recipe, config: ConfigDict, epochs: Fraction | None) -> N
     """
     if epochs is None:
         return
-    data = make_training_data(recipe.make_data, config)
+    data = configure(recipe, config).training_data()
     if (rows := rows_of_epoch(data)) is None:
         raise UserError(
             f"--config.steps={float(epochs):g}epochs: the training data do not say how "

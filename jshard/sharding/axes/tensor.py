@@ -25,6 +25,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from jshard.sharding.layout.splits import Split
+from jshard.sharding.layout.variables import of_class, replace
 from jshard.sharding.settings.mesh import (
     TENSOR,
     on_gpus,
@@ -34,6 +36,7 @@ from jshard.sharding.settings.mesh import (
 )
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.scopes import BESIDE_TOKENS, TENSOR_PARALLEL
+from jshard.system.compat.flax_modules import Derived, derived
 from jshard.system.errors import UserError
 
 _PARTS = 2  # four hide no more (docs/log/axes_and_pipelines.md)
@@ -256,3 +259,24 @@ def with_all_columns(
     """
     x_BSD = lax.all_gather(x_BTD, TENSOR, axis=1, tiled=True)
     return lax.all_to_all(fn(x_BSD), TENSOR, 1, 2, tiled=True)
+
+
+def make_parallel(model: nnx.Module, splits: Mapping[tuple, Split]) -> None:
+    """Lets the modules at these paths be called within ``tensor_parallel``."""
+    parallel = {}
+    for path, module in nnx.iter_modules(model):
+        if split := splits.get(tuple(map(str, path))):
+            tokens = split.tokens and tuple(split.tokens)
+            parallel[id(module)] = of_class(
+                module, _parallel_class(type(module), tokens)
+            )
+    replace(model, parallel)
+
+
+@functools.cache
+def _parallel_class(cls: type, tokens: tuple[str, ...] | None) -> type:
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        fn = functools.partial(cls.__call__, self)
+        return tensor_parallel(fn, x, *args, tokens=tokens, **kwargs)
+
+    return derived(cls.__name__, (Derived, cls), {"__call__": call})

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.sharding.collectives import float4, quantized
+from jshard.sharding.collectives import quantized
 from jshard.sharding.collectives.quantized import ScaledShard
 from jshard.sharding.collectives.reduce import (
     all_reduce_in_unit,
@@ -22,6 +22,8 @@ from jshard.sharding.collectives.reduce import (
     on_rank_zero,
     scatter,
 )
+from jshard.sharding.float8 import float4
+from jshard.sharding.float8.scales import to_float8
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.precision import is_quantized
 from jshard.sharding.settings.scopes import ALL_GATHER
@@ -46,7 +48,7 @@ def all_gather(shard: Any, place: Placement) -> jax.Array:
     if has_scale and place.weight.packed is not None:
         shard = float4.pack(float4.to_float4(shard, scale), place.weight.packed)
     elif has_scale:
-        shard = quantized.to_float8(shard, scale, place.weight.gather)
+        shard = to_float8(shard, scale, place.weight.gather)
     quantized_gather = is_quantized(place.weight.gather) and not has_scale
     full = shard if has_scale or quantized_gather else cast(shard, place.weight.gather)
     for dim, axes in _gathers(place, full.ndim):

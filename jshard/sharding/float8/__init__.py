@@ -1,1 +1,1 @@
-"""Products in one byte or less, and gathers of their weights."""
+"""Numbers in one byte or less, and products of them."""

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.sharding.collectives.float4 import decoded_scales, from_float4, unpack
-from jshard.sharding.collectives.quantized import power_of_two
+from jshard.sharding.float8.float4 import decoded_scales, from_float4, unpack
 from jshard.sharding.float8.formats import FORMATS, Format, Rows, Weight
+from jshard.sharding.float8.scales import power_of_two
 from jshard.sharding.settings.scopes import FLOAT8
 from jshard.system.compat.cudnn_calls import block_scaled_primitive
 

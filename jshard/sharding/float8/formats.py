@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.sharding.collectives import float4
-from jshard.sharding.collectives.quantized import exponents, power_of_two, to_float8
+from jshard.sharding.float8 import float4
+from jshard.sharding.float8.scales import exponents, power_of_two, to_float8
 
 # Of a weight (rows, columns): its values as they were gathered, the scales of its
 # square blocks, and the exponent of the tensor's scale, of NVFP4 alone.

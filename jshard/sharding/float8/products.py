@@ -35,9 +35,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from jshard.sharding.collectives.quantized import largest, tensor_scale, to_float8
 from jshard.sharding.float8 import blocks
 from jshard.sharding.float8.formats import FORMATS
+from jshard.sharding.float8.scales import largest, tensor_scale, to_float8
 from jshard.sharding.settings.scopes import FLOAT8
 from jshard.system.errors import UserError
 

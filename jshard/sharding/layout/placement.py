@@ -86,7 +86,7 @@ class Gradient:
       sum_at: when these are summed: after each backward of the unit, or once at the
         end of the step.
       only: whether the parameter is not gathered, and zeros take the gradient of a
-        weight that is made otherwise (``jshard.sharding.float8.weights``).
+        weight that is made otherwise (``jshard.sharding.collectives.in_float8``).
     """
 
     trainable: bool = True

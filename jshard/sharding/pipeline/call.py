@@ -26,11 +26,11 @@ from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.settings.scopes import LAYERS as LAYERS_SCOPE
 from jshard.sharding.units import prefetch as prefetched
 from jshard.sharding.units import stack
-from jshard.sharding.units.dataflow import dependencies
-from jshard.sharding.units.layers import Segment, put_layer, with_consts
-from jshard.sharding.units.linearize import Gradients, Inputs, Traced, trace_layer
+from jshard.sharding.units.layers import Segment, put_layer
+from jshard.sharding.units.linearize import Gradients, Inputs, TracedLayer, trace_layer
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies
 from jshard.system.compat.programs.primitives import placeholder
 from jshard.system.errors import UserError
 
@@ -50,7 +50,7 @@ class Call:
       chunks: the stages of a device.
       prefetch: whether a layer's collectives run beside its neighbours.
       carry: what one layer passes to the next, abstract.
-      structure: of the operands: (Inputs of all layers, constants of the segments).
+      structure: of the operands: (Inputs of all layers, segments).
     """
 
     segments: list[Segment]
@@ -71,27 +71,26 @@ class Call:
         weights, xs = jax.tree.map(rows, (stacked.weights, stacked.xs))
         return stacked._replace(weights=weights, xs=xs)
 
-    def forward(self, stacked: Inputs, consts: list) -> tuple[Any, Any]:
+    def forward(self, stacked: Inputs, segments: list[Segment]) -> tuple[Any, Any]:
         """Returns the carry after the last layer, and what the backward needs."""
         run = prefetched.forward if self.prefetch else stack.forward
-        (carry, *_), saved = run(self.segments, [], True, stacked, consts, [])
+        (carry, *_), saved = run([], True, stacked, segments, [])
         if self.prefetch:  # a layer's full weights, of each micro-batch, would be kept
             return carry, [(*needed, None) for *needed, _ in saved[3]]
         return carry, saved[3]
 
     @jax.named_scope(LAYERS_SCOPE)
     def backward(
-        self, part: int, stacked: Inputs, consts: list, needed: Any, carry_ct: Any
+        self, segment: Segment, stacked: Inputs, needed: Any, carry_ct: Any
     ) -> Gradients:
         """Returns the gradients of a segment, those of its own rows."""
         run = prefetched if self.prefetch else stack
-        segment = with_consts(self.segments, consts)[part]
         own = slice(segment.start, segment.stop)
         weights, xs = jax.tree.map(lambda x: x[own], (stacked.weights, stacked.xs))
         stacked = stacked._replace(weights=weights, xs=xs)
         sums = segment.layer.no_gradients(stacked, carry_ct)
         segment = dataclasses.replace(segment, start=0, stop=segment.length)
-        needed = needed[part], NO_YS
+        needed = needed, NO_YS
         grads, _ = run.segment_backward(segment, stacked, needed, sums, [])
         return grads
 
@@ -131,7 +130,7 @@ def leave_open(
     """
     stacked = Inputs(list(shards), list(xs), carry, list(args))
     traced = trace_layer(fn, stacked, places, stacked=True)
-    _, _, ((_, aux), _, _) = traced
+    (_, aux), _, _ = traced.outputs
     aux = jax.tree.map(lambda x: jnp.zeros((stages.layers, *x.shape), x.dtype), aux)
     _check_aux(aux, carry, stages)
     changes = _changes(traced, xs, stages)
@@ -154,7 +153,7 @@ def leave_open(
     carry = carry, aux
     stacked = stacked._replace(xs=[*of_stage, used, rows], carry=carry)
     traced = trace_layer(outputs, stacked, places, stacked=True)
-    _, program, ((after, _), *_) = traced
+    program, ((after, _), *_) = traced.program, traced.outputs
     stacked = stacked._replace(args=[*args, *program.consts])
     prefetch = stack.prefetches(policy, places, stages.longest)
     # Weights are no residuals: not those of each micro-batch.
@@ -163,8 +162,7 @@ def leave_open(
     ends = [round(i * stages.longest / number) for i in range(number + 1)]
     parts = list(itertools.pairwise(ends))
     segments = stack.segments_of(traced, places, policy, parts, prefetch)
-    consts = [segment.consts for segment in segments]
-    operands, structure = jax.tree.flatten((stacked, consts))
+    operands, structure = jax.tree.flatten((stacked, segments))
     sizes = stages.longest, stages.per_device
     call = Call(segments, *sizes, prefetch, after, structure)
 
@@ -187,7 +185,7 @@ def _check_aux(aux: Any, carry: Any, stages: Stages) -> None:
         )
 
 
-def _changes(traced: Traced, xs: Sequence[jax.Array], stages: Stages) -> list[Any]:
+def _changes(traced: TracedLayer, xs: Sequence[jax.Array], stages: Stages) -> list[Any]:
     """Returns the stacked changes of the layers' state, which depend on it alone."""
     inputs, layer, (_, *changes) = traced
     if not (number := len(jax.tree.leaves(changes))):

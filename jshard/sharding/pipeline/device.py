@@ -30,7 +30,7 @@ from jshard.sharding.settings.maximum import Max, before_all, combined
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.scopes import FIRST_STAGE, LAST_STAGE, SCHEDULE
-from jshard.sharding.units.layers import layer_of, put_layer
+from jshard.sharding.units.layers import Segment, layer_of, put_layer
 from jshard.sharding.units.linearize import Inputs, floats_of, merge
 from jshard.system.compat.jaxprs import without_dead_code
 
@@ -46,7 +46,7 @@ class Held(NamedTuple):
       args_ct: those of what all layers share, of the layers so far.
       grads: sums of gradients of the Stack's parameters, by their number.
       outside: those of all others.
-      means: sums of the loss's terms, and of the named Means.
+      means: totals of the loss's terms, and sums of the named Means.
     """
 
     inputs: Any
@@ -56,7 +56,7 @@ class Held(NamedTuple):
     args_ct: list[jax.Array]
     grads: dict[int, jax.Array]
     outside: list[jax.Array]
-    means: tuple[list[Mean], dict[str, Mean | Max]]
+    means: tuple[list[jax.Array], dict[str, Mean | Max]]
 
 
 class Now(NamedTuple):
@@ -108,7 +108,7 @@ class Stage:
         self.to_loss = without_dead_code(lambda *x: pick(split.after(*x), results))
 
     def scan(self, micro: Any, dtypes: Sequence[Any]) -> tuple[list[jax.Array], Any]:
-        """Runs all micro-batches; returns sums of gradients, and of Means.
+        """Runs all micro-batches; returns sums of gradients, and ``Held.means``.
 
         ``micro`` are the state, the examples and the index of each, and ``dtypes``
         those in which gradients are added up.
@@ -185,7 +185,7 @@ class Stage:
             zeros([self.split.types[i] for i in self.args]),
             {i: x for i, x in enumerate(sums) if i not in self.outside},
             [sums[i] for i in self.outside],
-            before_all(([mean for _, mean in loss.terms], metrics)),
+            before_all(([mean.total for _, mean in loss.terms], metrics)),
         )
         return held, zeros(residuals, plan.activations)
 
@@ -197,14 +197,16 @@ class Stage:
             params[i] = x
         return [*params, *fixed, *jax.tree.leaves(micro)]
 
-    def _operands(self, inputs: Any, carry: Any, chunk: Any) -> tuple[Inputs, list]:
+    def _operands(
+        self, inputs: Any, carry: Any, chunk: Any
+    ) -> tuple[Inputs, list[Segment]]:
         """Returns the operands of a stage's call, with this input."""
         numbers = [*self.others, *jax.tree.leaves(self.numbers.carry)]
         values = [*self.to_others(*self._leaves(inputs)), *jax.tree.leaves(carry)]
         found = dict(zip(numbers, values, strict=True))
         leaves = [found[i] for i in range(len(numbers))]
-        stacked, consts = jax.tree.unflatten(self.call.structure, leaves)
-        return self.call.of_chunk(chunk, stacked), consts
+        stacked, segments = jax.tree.unflatten(self.call.structure, leaves)
+        return self.call.of_chunk(chunk, stacked), segments
 
     def _forward(self, held: Held, inputs: Any, now: Now, _: Any) -> tuple[Held, Any]:
         """Runs the stage's layers; also returns what their backward needs."""
@@ -235,12 +237,12 @@ class Stage:
                     ),
                 )
             held = held._replace(carry_ct=carry_ct, outside=outside, means=means)
-        segment = len(self.call.segments) - 1 - part
-        stacked, consts = self._operands(inputs, held.output, now.chunk)
-        needed = _take(residuals, now.keeps)
-        found = self.call.backward(segment, stacked, consts, needed, held.carry_ct)
+        index = len(self.call.segments) - 1 - part
+        stacked, segments = self._operands(inputs, held.output, now.chunk)
+        needed = _take(residuals, now.keeps)[index]
+        found = self.call.backward(segments[index], stacked, needed, held.carry_ct)
         grads = dict(held.grads)
-        start = self.call.segments[segment].start + now.chunk * self.call.rows
+        start = segments[index].start + now.chunk * self.call.rows
         for number, grad in zip(
             jax.tree.leaves(self.numbers[:2]),
             jax.tree.leaves(found[:2], is_leaf=lambda x: x is None),
@@ -254,7 +256,7 @@ class Stage:
         of_args = dict(zip(self.numbers.args, found.args, strict=True))
         args_ct = [x + of_args[i] for i, x in zip(self.args, held.args_ct, strict=True)]
         held = held._replace(grads=grads, carry_ct=found.carry, args_ct=args_ct)
-        if segment:
+        if index:
             return held
         floats = [is_float(x) for x in jax.tree.leaves(self.call.carry)]
         to_first = lambda *x: itertools.compress(self.to_first(*x), floats)
@@ -283,8 +285,8 @@ class Stage:
             found = self.to_loss(*self._leaves(inputs, outside), *carry)
             found = list(map(jnp.asarray, found))  # some may be numbers
             loss, metrics = jax.tree.unflatten(jax.tree.structure(self.shapes), found)
-            means = [mean for _, mean in loss.terms]
-            return [mean.total for mean in means], (means, metrics)
+            totals = [mean.total for _, mean in loss.terms]
+            return totals, (totals, metrics)
 
         outside = [self.params[i] for i in self.outside]
         _, pullback, means = jax.vjp(run, outside, floats, has_aux=True)

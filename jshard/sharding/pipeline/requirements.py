@@ -38,7 +38,7 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
         ),
         f"reshard_root={policy.reshard_root}": (
             policy.reshard_root is not False,
-            "what is outside of the Stack runs in two stages, and is no unit",
+            "what is outside of the Stack runs in two stages and is not a unit",
         ),
         f"offload={policy.offload!r}": (
             policy.offload == "all",

@@ -136,7 +136,7 @@ def check_micro_batches(devices: int, micro_batches: int, per_device: int) -> No
         raise UserError(
             f"mesh: pipe={devices}: policy.stages_per_device={per_device} takes "
             f"micro-batches in groups of {devices}, and policy.accumulate="
-            f"{micro_batches} is no multiple of that; choose {more}"
+            f"{micro_batches} is not a multiple of that; choose {more}"
         )
 
 

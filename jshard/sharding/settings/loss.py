@@ -1,4 +1,4 @@
-"""Mean: a sum and its count, divided only once both are global."""
+"""Mean: a sum and its count, divided only after both are summed over all devices."""
 
 import dataclasses
 import functools
@@ -159,6 +159,7 @@ def _kind(value: Any) -> str:
 # Metrics that a step adds; those of a loss scale are taken without one, too.
 _OF_STEPS = (
     "loss", "grad_norm", "loss_scale", "optimizer_updates", "skipped", "skipped_steps",
+    "loss_limit", "grad_norm_limit", "spikes_in_a_row",
 )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def make_mesh(
     if replica < 1 or (fsdp < 1 and fsdp != -1):
         raise UserError(
             f"mesh: fsdp={fsdp}, replica={replica}: sizes must be positive "
-            "(fsdp=-1 takes the remaining devices)"
+            "(fsdp=-1 uses the remaining devices)"
         )
     others = replica * size
     named = named_sizes({REPLICA: replica, **inner})
@@ -136,8 +136,9 @@ def _warn_of_tensor_across_hosts(grid: Any, of_host: Mapping[Any, Any]) -> None:
     if most > 1:
         warn(
             f"mesh: tensor={grid.shape[-1]} spans {most} hosts, so the activations of "
-            "every layer cross the network, about four times a layer and pass; choose "
-            "at most the devices of a host (the start-up note says how many bytes)"
+            "every layer cross the network, about four times per layer and pass; "
+            "choose at most the number of devices of a host (the start-up note says "
+            "how many bytes)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Policy: all knobs of the sharding in one place."""
+"""Policy: all settings of the sharding."""
 
 import dataclasses
 import fnmatch
@@ -33,7 +33,7 @@ class Names:
 class Offload(Names):
     """Remat policy: keep activations named with ``checkpoint_name`` in host memory.
 
-    They move to pinned host memory in the forward and return for the backward.
+    They are copied to pinned host memory in the forward and back for the backward.
     Everything else is recomputed. The input of each layer stays on the device, unless
     "inputs" is one of the names.
     """
@@ -97,12 +97,12 @@ class UnitPolicy:
 
     reshard_after_forward: Reshard = knob(
         True,
-        "drop gathered weights after the forward pass and gather them again for the "
+        "release gathered weights after the forward pass and gather them again for the "
         "backward; False keeps them; a number keeps them sharded over groups of that "
         "many devices",
         **_RESHARD,
-        more="True costs a second gather a step, False the memory of all weights, and "
-        "a group of g the memory of a g-th of them. Groups consist of neighbouring "
+        more="True costs a second gather per step, False the memory of all weights, "
+        "and a group of g the memory of a g-th of them. Groups consist of neighbouring "
         "devices, such as those of a host; the backward gathers within them.",
     )
 
@@ -145,16 +145,13 @@ _OVERRIDABLE = (*OF_UNITS, "precision")
 @described
 @dataclasses.dataclass(frozen=True)
 class Policy(UnitPolicy):
-    """How a model is sharded, what is kept, and in which dtypes; how a step runs.
+    """How training runs: what is recomputed, gathered and kept, and in which dtypes.
 
-    remat to unroll apply to all Units and Stacks that ``overrides`` does not match.
-    ``precision`` is a ``jshard.Precision``.
+    The fields ``remat`` to ``unroll`` apply to every Unit and Stack that no pattern of
+    ``overrides`` matches. ``precision`` is a ``jshard.Precision``.
 
-    Three settings are of the step, not of sharding: ``accumulate``, ``loss_scale`` and
-    ``ema_decay``. They live here because more than ``FSDP.train_step`` reads them: a
-    state has averages and a scale from its first step on, gradients that are
-    accumulated are summed elsewhere and in other dtypes, and the planner and ``fit``
-    choose micro-batches together with ``remat``. One object says what a run is.
+    ``accumulate``, ``loss_scale`` and ``ema_decay`` are settings of the step. They are
+    fields of the policy because states and the planner depend on them as well.
     """
 
     reshard_root: Reshard = knob(
@@ -169,7 +166,7 @@ class Policy(UnitPolicy):
 
     accumulate: int = knob(
         1,
-        "micro-batches a step (gradient accumulation): less memory for activations",
+        "micro-batches per step (gradient accumulation): less memory for activations",
         at_least=1,
         noun="a number of micro-batches",
         more="Weights are gathered and gradients scattered for each micro-batch, "
@@ -180,7 +177,8 @@ class Policy(UnitPolicy):
 
     stages_per_device: int = knob(
         1,
-        "stages that each device of a pipeline has: it is idle less, and sends more",
+        "stages that each device of a pipeline has: with more it is idle for less time "
+        "and sends more",
         at_least=1,
         noun="a number of stages",
         more="They are interleaved. mesh.pipe must divide ``accumulate``.",

@@ -102,7 +102,7 @@ class Precision:
         "keeps them in param's dtype",
         kind=str,
         choices=FOUR_BITS,
-        more="They are sharded and gathered in 4.127 bits a value, or 4.5 without "
+        more="They are sharded and gathered in 4.127 bits per value, or 4.5 without "
         "double quantization, and decoded to the dtype of compute where they are used, "
         "again in the backward. Embeddings, heads, biases, norms and the root stay as "
         "they are. Meshes have the axes replica, fsdp and context alone.",

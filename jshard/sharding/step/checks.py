@@ -2,7 +2,7 @@
 
 import fnmatch
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +29,10 @@ from jshard.sharding.settings.policy import OF_STACKS, OF_UNITS, Policy, prefixe
 from jshard.sharding.settings.precision import is_float
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.units.modules import Stack, is_unit, own_paths
+from jshard.sharding.update.skipping.skip_spikes import within_spikes
 from jshard.sharding.update.stacks.layers_apart import check_layers
 from jshard.system.compat.absent_gpus import cudnn_version
-from jshard.system.errors import UserError, some_of, warn
+from jshard.system.errors import UserError, some_of
 
 # Variables that calls of a model change or draw from; they have no gradients.
 _STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
@@ -102,7 +103,8 @@ def check_shapes(state: TrainState, optimizer: Any) -> None:
     Each array needs a dotted name of its own in a checkpoint, and layers of Stacks must
     be tensors of their own to the optimizer.
     """
-    check_layers(optimizer, exact_types(state.params))
+    inner = within_spikes(optimizer, state.opt_state)
+    check_layers(inner, exact_types(state.params))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     names = sorted(array_name(path).split(".") for path in paths)
     for name, following in itertools.pairwise(names):
@@ -246,11 +248,8 @@ def _check_layer_counts(policy: Policy, model: nnx.Module) -> None:
             )
 
 
-def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> None:
-    """Warns of many parameters in the root, whole everywhere, or in dtypes not asked.
-
-    Warnings name the caller's caller's caller, who called ``FSDP.init``.
-    """
+def surprises(model: nnx.Module, state: TrainState, layout: Layout) -> Iterator[str]:
+    """Yields warnings of many parameters in the root, replicated, or in wide dtypes."""
     sizes = {path: v.get_value().size for path, v in state.flat_params()}
     places, policy, shards = layout.places, layout.policy, shards_of(layout.mesh)
 
@@ -267,7 +266,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
     ]
     part, largest = share(in_root)
     if part > 1 / 4 and shards > 1:
-        warn(
+        yield (
             f"{part:.0%} of the parameters are in no Stack or Unit, so they are "
             "gathered at the start of a step and kept: wrap the modules of "
             f"{largest} in jshard.Unit, or name their types in units="
@@ -276,8 +275,8 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
     part, largest = share(replicated)
     many = sum(sizes[path] for path in replicated) > _MUCH
     if part > 1 / 20 and many and shards > 1:
-        warn(
-            f"{part:.0%} of the parameters are whole on every device, above all "
+        yield (
+            f"{part:.0%} of the parameters are replicated on every device, above all "
             f"{largest}: they have fewer than policy.min_shard_elements="
             f"{policy.min_shard_elements} elements (lower it), or further mesh "
             "axes split all their dimensions"
@@ -290,7 +289,7 @@ def warn_of_parameters(model: nnx.Module, state: TrainState, layout: Layout) -> 
 
     part, largest = share([x[0] for x in state.flat_params() if keeps_its_own(*x)])
     if part > 1 / 2:
-        warn(
+        yield (
             f"{part:.0%} of the parameters are in modules whose own dtype is wider "
             "than precision.compute, and is kept: leave out the dtype of the modules "
             f"of {largest}, or give them a precision in policy.overrides"

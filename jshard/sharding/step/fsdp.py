@@ -24,7 +24,7 @@ from jshard.sharding.layout.values.initial_values import fill
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.callers_mesh import in_own_mesh, own_mesh
 from jshard.sharding.settings.loss import Means
-from jshard.sharding.settings.mesh import check_mesh, platform, shards_of
+from jshard.sharding.settings.mesh import check_mesh, named_sizes, platform, shards_of
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import ModelArrays, Step, TrainState, check_kept
 from jshard.sharding.step import checks, given
@@ -41,23 +41,21 @@ class FSDP:
     """Fully sharded data-parallel training on a mesh.
 
     Args:
-      mesh: a mesh with axes "replica" and "fsdp", and maybe "context"
-        (``jshard.make_mesh``); Explicit axes are made Auto. With an abstract one
-        (``mesh.abstract_mesh``), steps can be traced but not run.
-      policy: what is gathered, kept and reduced, and in which dtypes.
+      mesh: a mesh of ``jshard.make_mesh``; Explicit axes are made Auto. With an
+        abstract one (``mesh.abstract_mesh``), steps can be traced but not run.
+      policy: what is recomputed, gathered and kept, and in which dtypes.
       units: module types whose instances become Units, without editing the model. A
         mapping also says how many leading dimensions of a type's variables count layers
         that ``nnx.vmap`` stacked: ``{Block: 1, nnx.Linear: 0}``.
-      tensor_splits: modules, by path ("blocks.attention"), that are called within
-        ``jshard.nn.tensor_parallel``, and what is split of each; for a model that does
-        not say so itself, on a mesh with a "tensor" axis.
+      tensor_splits: how to split modules over a "tensor" axis, by their paths
+        ("blocks.attention"), for a model that does not declare this itself.
       sequences: the names, dotted within trees, of a batch's (examples, sequence, ...)
         arrays, which "context" and "tensor" split. A single array need not be named.
       compiler_options: XLA options for the jitted steps, which override jshard's
         (``jshard.system.compat.xla_options``); None leaves an option to XLA.
 
     Raises:
-      UserError: the mesh lacks an axis, the policy does not fit it, or a unit no type.
+      UserError: the mesh lacks an axis, the policy does not fit it, or units no types.
     """
 
     def __init__(
@@ -80,12 +78,16 @@ class FSDP:
         checks.check_precisions(self.policy, mesh)
         self.units = given.check_unit_types(units)
         self.layer_dims = dict(units) if isinstance(units, Mapping) else {}
-        self._steps = Steps(
-            mesh, self.policy, self.units, self.tensor_splits, self.sequences
-        )
+        self.told: set[str] = set()  # warnings; a state is shaped, and then made
+        model = self.units, self.tensor_splits, self.sequences
+        self._steps = Steps(mesh, self.policy, *model)
         float8 = self.policy.multiplies_in_float8()
         options = platform(mesh), mesh.size, compiler_options
         self.compiler_options = xla_options.compiler_options(*options, float8=float8)
+
+    def __repr__(self) -> str:
+        units = ", ".join(unit.__name__ for unit in self.units)
+        return f"FSDP({named_sizes(self.mesh.shape)}; units: {units}; {self.policy!r})"
 
     # States.
 

@@ -13,10 +13,14 @@ from flax.errors import TraceContextError
 from jax.core import Tracer
 
 from jshard.sharding.layout.specs import is_annotated
-from jshard.sharding.layout.variables import expose_arrays, reachable, variables
+from jshard.sharding.layout.variables import (
+    expose_arrays,
+    is_variable,
+    reachable,
+    variables,
+)
 from jshard.sharding.settings.callers_mesh import taken
 from jshard.sharding.settings.state import check_kept
-from jshard.sharding.units.calls import variables_in
 from jshard.system.compat.flax_modules import is_pytree, record, unrecorded
 from jshard.system.errors import UserError
 
@@ -145,11 +149,12 @@ def _expose_parameters(model: nnx.Module) -> list[Callable[[], None]]:
     ``qwix.apply_lora_to_model`` does. All attributes that were set before then count as
     static, parameters included.
     """
+    holds = lambda value: any(map(is_variable, reachable(value)))
     undo = []
-    for module in reachable(model, stop=lambda x: False):
+    for module in reachable(model):
         if isinstance(module, nnx.Module) and is_pytree(type(module)):
             found = unrecorded(module).items()
-            if names := [name for name, value in found if variables_in(value)]:
+            if names := [name for name, value in found if holds(value)]:
                 undo.append(record(module, names))
     return undo
 

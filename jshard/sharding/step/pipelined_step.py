@@ -11,7 +11,7 @@ from jax import lax
 from jshard.sharding.layout.microbatches import Micro
 from jshard.sharding.pipeline.call import SplitProgram, split_program
 from jshard.sharding.pipeline.device import Stage
-from jshard.sharding.settings.loss import Loss, Means, seeds
+from jshard.sharding.settings.loss import Loss, Mean, Means, seeds
 from jshard.sharding.settings.maximum import combined
 from jshard.sharding.settings.mesh import PIPE
 from jshard.sharding.settings.state import ModelArrays
@@ -26,7 +26,7 @@ def pipelined(
     micro: Micro,
     dtypes: nnx.State,
     scale: jax.Array | None,
-) -> tuple[nnx.State, Means, None, nnx.State]:
+) -> tuple[nnx.State, Means, list[Any], nnx.State]:
     """Does what ``micro_batches`` does, with the Stack's layers in stages.
 
     Raises:
@@ -51,10 +51,10 @@ def pipelined(
     grads, found = stage.scan((first.states, *micro), jax.tree.leaves(dtypes))
     # Only the last stage has them.
     of_last = lambda x: lax.psum(x, PIPE)
-    means, metrics = combined(of_last, lambda x: x.over(PIPE), found)
-    loss = Loss(tuple(zip(first.weights, means, strict=True)))
+    totals, metrics = combined(of_last, lambda x: x.over(PIPE), found)
+    loss = Loss(tuple(zip(first.weights, map(Mean, totals, first.counts), strict=True)))
     grads = jax.tree.unflatten(structure, grads)
-    return grads, Means(loss, metrics), None, first.after
+    return grads, Means(loss, metrics), first.counts, first.after
 
 
 def _without_layers(split: SplitProgram, shapes: Any) -> Callable[..., list[Any]]:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from jshard.sharding.axes.tensor import make_parallel
 from jshard.sharding.collectives.counted import counts_here, only_first
 from jshard.sharding.collectives.gather import all_gather
 from jshard.sharding.collectives.microbatch import microbatch
@@ -70,7 +71,6 @@ from jshard.sharding.units.calls import own_containers
 from jshard.sharding.units.model import (
     decide_for_training,
     gather_root,
-    make_parallel,
     make_sharded,
     make_units,
     root_as_unit,

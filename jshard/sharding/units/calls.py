@@ -8,13 +8,14 @@ of its module, the caller gets the original.
 import gc
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from jshard.sharding.collectives.shards import is_shard
 from jshard.sharding.float8.products import Float8
 from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.layout.variables import (
@@ -24,23 +25,23 @@ from jshard.sharding.layout.variables import (
     set_attribute,
     tracers_behind,
 )
-from jshard.sharding.units.outside.shards import combine_all, is_shard
+from jshard.sharding.units.partition import combine_all
 from jshard.system.compat.flax_modules import is_pytree
 from jshard.system.compat.jaxprs import Static
 from jshard.system.errors import UserError
 
+Path = tuple[str, ...]
+
 # (path of a module, name of an attribute) -> its new value
-Changes = dict[tuple[tuple[str, ...], str], Any]
+Changes = dict[tuple[Path, str], Any]
 
 # What the caller has, too: its place in the arguments, or the path of a unit's part.
-Key = int | tuple[str, ...]
+Key = int | Path
+
+# By the names of attributes or items, what tells whether they have changed.
+Content = dict[Any, list[Any]]
 
 _ABSENT = object()  # the value of an attribute that was deleted
-
-
-def variables_in(tree: Any) -> list[nnx.Variable]:
-    """Returns all Variables in a pytree and its modules, except sharded parameters."""
-    return [x for x in reachable(tree) if is_variable(x) and not is_shard(x)]
 
 
 def call_method(
@@ -73,7 +74,7 @@ def call_method(
     for x in passed:
         if isinstance(x, nnx.Pytree) and not is_variable(x):
             own_containers(x, copies)
-    before = {path: (m, _contents(m)) for path, m in _modules(module)}
+    before = {path: (m, _content(m) or {}) for path, m in _modules(module)}
     passed_before = [_content(x) for x in passed]
     keys: dict[int, Key]
     keys = {id(x): i for i, x in enumerate(passed) if passed_before[i] is not None}
@@ -90,8 +91,8 @@ def call_method(
             if new or isinstance(x, types.GeneratorType):
                 raise UserError(
                     f"{name_of(method, module)} {does} a {type(x).__name__}, which is "
-                    "no pytree, so that its arrays cannot leave a jshard unit; take a "
-                    "tuple, a list, a dict or a class that is registered "
+                    "not a pytree, so that its arrays cannot leave a jshard unit; take "
+                    "a tuple, a list, a dict or a class that is registered "
                     "(jax.tree_util.register_dataclass)"
                 )
 
@@ -104,7 +105,7 @@ def call_method(
         check(value, f"puts into {_attribute((*path, name))}")
     changed: dict[int, Any] = {}
     for i, (x, old) in enumerate(zip(passed, passed_before, strict=True)):
-        if names := _changed(old or {}, _content(x) or {}):
+        if names := _changed(old, _content(x)):
             changed[i] = _new_content(x, names)
             check(changed[i], f"puts into {argument(x)}")
             if changed[i] is None:
@@ -116,11 +117,11 @@ def call_method(
     return result, changes, changed, keys
 
 
-def _changes(before: dict[tuple[str, ...], tuple[nnx.Module, dict]]) -> Changes:
+def _changes(before: dict[Path, tuple[nnx.Module, Content]]) -> Changes:
     """Returns what has changed in a call since ``before``: modules and contents."""
     changes: Changes = {}
     for path, (own, old) in before.items():
-        for name in _changed(old, _contents(own)):
+        for name in _changed(old, _content(own)):
             value = vars(own).get(name, _ABSENT)
             if is_variable(value) and isinstance(value.get_raw_value(), Float8):
                 continue  # a transform of Flax sets all that it was given
@@ -128,7 +129,7 @@ def _changes(before: dict[tuple[str, ...], tuple[nnx.Module, dict]]) -> Changes:
                 if isinstance(x, nnx.Module) and not is_pytree(type(x)):
                     raise UserError(
                         f"{type(own).__name__}.{name} is set, within a jshard unit, to "
-                        f"a {type(x).__name__}, which is no pytree, so its arrays "
+                        f"a {type(x).__name__}, which is not a pytree, so its arrays "
                         "cannot leave the unit; make it where the model is made"
                     )
             changes[path, name] = value
@@ -136,8 +137,8 @@ def _changes(before: dict[tuple[str, ...], tuple[nnx.Module, dict]]) -> Changes:
 
 
 def _opaque(
-    modules: dict[tuple[str, ...], tuple[nnx.Module, dict]], arguments: Any
-) -> list[tuple[tuple[str, ...], Any]]:
+    modules: dict[Path, tuple[nnx.Module, Content]], arguments: Any
+) -> list[tuple[Path, Any]]:
     """Returns what arguments and modules hold that is no pytree, with its path.
 
     The path of what is in the arguments is empty.
@@ -161,7 +162,7 @@ def _objects(value: Any) -> list[Any]:
     ]
 
 
-def _attribute(path: tuple[str, ...]) -> str:
+def _attribute(path: Path) -> str:
     return f"its attribute {'.'.join(path)!r}"
 
 
@@ -278,12 +279,14 @@ def _new_content(x: Any, names: list[Any]) -> Any:
     return own or None
 
 
-def _content(x: Any) -> dict[Any, list[Any]] | None:
+def _content(x: Any) -> Content | None:
     """Returns what tells whether an object has changed, or None if it cannot change."""
     if is_variable(x):
         return {"": [x.get_raw_value()]}
     if isinstance(x, nnx.Pytree):
-        return _contents(x)
+        of_flax = "_pytree__", "_object__"
+        own = vars(x).items()
+        return {name: _parts(y) for name, y in own if not name.startswith(of_flax)}
     if isinstance(x, list):
         return {i: [value] for i, value in enumerate(x)}
     if isinstance(x, dict):
@@ -297,15 +300,16 @@ def _content(x: Any) -> dict[Any, list[Any]] | None:
     return {**own, **{i: [child] for i, child in enumerate(children)}}
 
 
-def _changed(old: Mapping[Any, list[Any]], new: Mapping[Any, list[Any]]) -> list[Any]:
+def _changed(old: Content | None, new: Content | None) -> list[Any]:
     """Returns the names under which two contents differ."""
+    old, new = old or {}, new or {}
     names = dict.fromkeys((*old, *new))
     return [name for name in names if not _same(old.get(name, []), new.get(name, []))]
 
 
 def _modules(
-    module: Any, path: tuple[str, ...] = (), seen: frozenset[int] = frozenset()
-) -> Iterator[tuple[tuple[str, ...], nnx.Module]]:
+    module: Any, path: Path = (), seen: frozenset[int] = frozenset()
+) -> Iterator[tuple[Path, nnx.Module]]:
     """Yields ``module`` and all modules within it, with their paths."""
     yield path, module
     seen |= {id(module)}
@@ -315,22 +319,10 @@ def _modules(
             yield from _modules(value, (*path, name), seen)
 
 
-def _contents(module: nnx.Pytree) -> dict[str, list[Any]]:
-    """Returns what tells whether an attribute has changed."""
-    return {
-        name: _parts(value)
-        for name, value in vars(module).items()
-        if not name.startswith(("_pytree__", "_object__"))
-    }
-
-
-def _is_no_container(x: Any) -> bool:
-    return not isinstance(x, (list, dict, tuple))
-
-
 def _parts(value: Any) -> list[Any]:
     """Returns the structures in a value, to be compared, and its objects."""
-    leaves, structure = jax.tree.flatten(value, is_leaf=_is_no_container)
+    is_leaf = lambda x: not isinstance(x, (list, dict, tuple))
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_leaf)
     parts: list[Any] = [structure]
     for leaf in leaves:
         if is_variable(leaf):

@@ -1,6 +1,7 @@
 """One layer of a Stack's stacked arrays: its shards, its backward, its gradients."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,11 @@ from jshard.sharding.units.linearize import Gradients, Inputs, Layer
 from jshard.sharding.units.unit import barrier, drop
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("layer", "outside"),
+    meta_fields=("start", "stop", "unroll"),
+)
 @dataclasses.dataclass(frozen=True)
 class Segment:
     """Neighbouring layers of a Stack with the same remat policy: they share a loop.
@@ -43,24 +49,11 @@ class Segment:
         """Whether the layers follow each other without a loop."""
         return self.unroll or self.length == 1
 
-    @property
-    def consts(self) -> tuple[list, list]:
-        """The constants of the layer in the loop, and of the one outside."""
-        return self.layer.consts, self.outside.consts
 
-
-def with_consts(
-    segments: Sequence[Segment], consts: Sequence[tuple[list, list]]
-) -> list[Segment]:
-    """Returns segments whose layers have these constants, in their loop and outside."""
-    return [
-        dataclasses.replace(
-            segment,
-            layer=segment.layer.with_consts(inside),
-            outside=segment.outside.with_consts(outside),
-        )
-        for segment, (inside, outside) in zip(segments, consts, strict=False)
-    ]
+def loops(segments: list[Segment], keep: bool) -> list[Segment]:
+    """Returns the segments of a forward: one, if it keeps nothing for a backward."""
+    as_one = dataclasses.replace(segments[0], start=0, stop=segments[-1].stop)
+    return segments if keep else [as_one]
 
 
 def spans(policy: UnitPolicy, length: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ would keep the full weights of every layer.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -18,20 +18,15 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.sharding.axes.partial_sums import check_partial_sums
 from jshard.sharding.collectives.gather import gather
 from jshard.sharding.layout.placement import Placement
-from jshard.sharding.settings.policy import (
-    ATTENTION_OPERANDS,
-    INPUTS,
-    Names,
-    Offload,
-    UnitPolicy,
-)
+from jshard.sharding.settings.policy import INPUTS, Offload, UnitPolicy
 from jshard.sharding.settings.precision import is_float
-from jshard.sharding.units.dataflow import dependencies
-from jshard.sharding.units.partial_sums import check_partial_sums
+from jshard.sharding.settings.remat import checkpoint
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies
 from jshard.system.errors import UserError
 
 
@@ -56,10 +51,12 @@ class Gradients(NamedTuple):
     args: Any
 
 
-# A layer's function as a program: its abstract inputs, whose args end with those for
-# the program's constants (arrays that the function closes over, which get gradients);
-# the program; and its abstract outputs.
-Traced = tuple[Inputs, core.ClosedJaxpr, Any]
+class TracedLayer(NamedTuple):
+    """A layer's function as a program."""
+
+    inputs: Inputs  # abstract; args end with those for the program's constants
+    program: core.ClosedJaxpr  # its constants, closed over, get gradients
+    outputs: Any  # abstract
 
 
 def trace_layer(
@@ -68,7 +65,7 @@ def trace_layer(
     places: Sequence[Placement],
     *,
     stacked: bool = False,
-) -> Traced:
+) -> TracedLayer:
     """Traces ``fn(weights, xs, carry, args) -> (outputs, changed, static)``.
 
     ``inputs`` has this device's shards in place of weights; with ``stacked``, these and
@@ -79,8 +76,7 @@ def trace_layer(
     """
     shards, xs = abstract((list(inputs.weights), list(inputs.xs)), layer=stacked)
     weights = jax.eval_shape(lambda shards: gather(shards, list(places)), shards)
-    inputs = Inputs(weights, xs, inputs.carry, list(inputs.args))
-    inputs = abstract(inputs)
+    inputs = abstract(Inputs(weights, xs, inputs.carry, list(inputs.args)))
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     if lin := jaxprs.find(eqns := program.jaxpr.eqns, {"custom_lin"}):
         refuse_forward_mode(lines.line_of(lin, eqns))
@@ -93,7 +89,7 @@ def trace_layer(
     if not all(wanted):
         program = jaxprs.without_unused(program, wanted)
     args = [*inputs.args, *abstract(list(program.consts))]
-    return inputs._replace(args=args), program, outputs
+    return TracedLayer(inputs._replace(args=args), program, outputs)
 
 
 def refuse_forward_mode(line: str) -> NoReturn:
@@ -132,7 +128,7 @@ class Layer:
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedLayer,
         places: Sequence[Placement],
         policy: UnitPolicy,
         *,
@@ -224,12 +220,6 @@ class Layer:
         outputs = core.jaxpr_as_fun(program)(*leaves[:split])
         return jax.tree.unflatten(jax.tree.structure(self.outputs), outputs)
 
-    def with_consts(self, consts: Sequence[Any]) -> "Layer":
-        """Returns the layer with constants that are inputs of a ``custom_vjp``."""
-        layer = copy.copy(self)
-        layer.consts = list(consts)
-        return layer
-
     def forward(self, inputs: Inputs) -> tuple[Any, list[Any]]:
         """Returns the outputs, and the residuals to keep for the backward."""
         structure = jax.tree.structure(self.outputs)
@@ -274,6 +264,18 @@ class Layer:
         ]
 
 
+def _with_consts(layer: Layer, consts: Iterable[Any]) -> Layer:
+    layer = copy.copy(layer)
+    layer.consts = list(consts)
+    return layer
+
+
+# As a pytree it has its constants as leaves, which a ``custom_vjp`` must be given.
+jax.tree_util.register_pytree_node(
+    Layer, lambda layer: (layer.consts, layer), _with_consts
+)
+
+
 def floats_of(tree: Any, outputs: Any) -> Any:
     """Returns ``tree`` with None where the output of a layer is not float."""
     return select(tree, jax.tree.map(is_float, outputs))
@@ -304,34 +306,3 @@ def abstract(tree: Any, *, layer: bool = False) -> Any:
         ),
         tree,
     )
-
-
-def _attention(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keeps flash attention: its output, the softmax's statistics, and its operands.
-
-    Operands are kept as the kernel reads them, instead of the products before them.
-    """
-    if primitive.name == "name":
-        return params["name"] == ATTENTION_OPERANDS
-    return primitive.name.startswith("dot_product_attention_fwd")  # cuDNN's
-
-
-def _products(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Keeps products with weights, and flash attention, which is two products."""
-    keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    kept = _attention(primitive, *args, **params)
-    kept |= primitive.name == "block_scaled_dot"
-    return kept or (primitive.name != "name" and keeps(primitive, *args, **params))
-
-
-def checkpoint(fn: Callable, remat: Any, *, prevent_cse: bool) -> Callable:
-    """Applies the remat policy ``remat`` to a layer function."""
-    if remat == "none":
-        return fn
-    policies, policy = jax.checkpoint_policies, remat
-    if isinstance(remat, Names):
-        policy = policies.save_only_these_names(*remat.names)
-    elif isinstance(remat, str):
-        nothing = policies.nothing_saveable
-        policy = {"full": nothing, "attention": _attention, "dots": _products}[remat]
-    return jax.checkpoint(fn, policy=policy, prevent_cse=prevent_cse)

@@ -5,19 +5,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jshard.sharding.axes.tensor import tensor_parallel
 from jshard.sharding.collectives.gather import all_gather
+from jshard.sharding.collectives.shards import as_full, as_shard, shard_of
 from jshard.sharding.float8.products import fits, take_float8
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.placement import Placement
-from jshard.sharding.layout.splits import Split
-from jshard.sharding.layout.variables import of_class, replace, variables
+from jshard.sharding.layout.variables import replace, variables
 from jshard.sharding.settings.mesh import AXES, manual_axes, names_of
 from jshard.sharding.settings.policy import Policy, Reshard, UnitPolicy
 from jshard.sharding.settings.precision import own_dtype, set_compute_dtype
@@ -30,8 +29,6 @@ from jshard.sharding.units.modules import (
     own_paths,
     unit_class,
 )
-from jshard.sharding.units.outside.shards import as_full, as_shard, shard_of
-from jshard.system.compat.flax_modules import Derived, derived
 from jshard.system.errors import UserError
 
 # As Units of their own these are heads and embeddings, without float8 products.
@@ -43,27 +40,6 @@ def make_units(model: nnx.Module, units: tuple[type, ...]) -> None:
     for path, module in list(nnx.iter_modules(model)):
         if path and isinstance(module, units) and not is_unit(module):
             become(module, unit_class(type(module)))
-
-
-def make_parallel(model: nnx.Module, splits: Mapping[tuple, Split]) -> None:
-    """Lets the modules at these paths be called within ``tensor_parallel``."""
-    parallel = {}
-    for path, module in nnx.iter_modules(model):
-        if split := splits.get(tuple(map(str, path))):
-            tokens = split.tokens and tuple(split.tokens)
-            parallel[id(module)] = of_class(
-                module, _parallel_class(type(module), tokens)
-            )
-    replace(model, parallel)
-
-
-@functools.cache
-def _parallel_class(cls: type, tokens: tuple[str, ...] | None) -> type:
-    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        fn = functools.partial(cls.__call__, self)
-        return tensor_parallel(fn, x, *args, tokens=tokens, **kwargs)
-
-    return derived(cls.__name__, (Derived, cls), {"__call__": call})
 
 
 def layer_paths(model: nnx.Module, units: tuple[type, ...] = ()) -> list[tuple]:

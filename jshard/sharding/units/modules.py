@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard.sharding.collectives.embedding import is_cheaper, look_up
+from jshard.sharding.collectives.in_float8 import in_float8
+from jshard.sharding.collectives.shards import as_full, is_shard, shard_of
 from jshard.sharding.float8.products import Float8
-from jshard.sharding.float8.weights import in_float8
 from jshard.sharding.layout.layer_dims import mark_layers
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.layout.specs import is_table, mark_table
@@ -31,14 +32,7 @@ from jshard.sharding.layout.variables import (
 )
 from jshard.sharding.settings.policy import UnitPolicy
 from jshard.sharding.units import calls
-from jshard.sharding.units.outside.shards import (
-    as_full,
-    combine,
-    is_shard,
-    objects_in,
-    partition,
-    shard_of,
-)
+from jshard.sharding.units.partition import combine, objects_in, partition
 from jshard.sharding.units.stack import check_carry, make_scan, split_aux
 from jshard.sharding.units.unit import run_unit
 from jshard.system.compat.flax_modules import Derived, derived
@@ -50,7 +44,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 # With pytree=False, Flax does not touch the module that an instance becomes.
 class Unit(Derived, pytree=False):
-    """A submodule that gathers its parameters when called and drops them afterwards.
+    """A submodule that gathers its parameters when called and then releases them.
 
     ``Unit(module)`` keeps the attributes, methods, type and parameter paths of
     ``module``. Calls of its public methods gather, too.

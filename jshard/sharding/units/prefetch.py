@@ -27,17 +27,16 @@ from jshard.system.compat.xla_options import GATHERS_LATE
 
 @jax.named_scope(LAYERS)
 def forward(
-    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
-    consts: Sequence[tuple[list, list]],
+    segments: list[layers.Segment],
     next_shards: list[jax.Array],
 ) -> Any:
     """Does what ``forward`` of ``stack.py`` does."""
     carry, next_weights, all_ys, saved = stacked.carry, [], [], []
     places, end = segments[0].layer.places, segments[-1].stop
-    for segment in layers.with_consts(segments, consts):
+    for segment in layers.loops(segments, keep):
         run = functools.partial(layers.run_layer, segment.layer, stacked, keep)
         run_last = functools.partial(layers.run_layer, segment.outside, stacked, keep)
         last, late = segment.stop - 1, GATHERS_LATE and not segment.unroll
@@ -71,7 +70,7 @@ def forward(
             kept = select(weights, segment.layer.needed_in_backward)
         saved.append((needed, last_needed, kept))
     outputs = carry, layers.join_layers(all_ys), next_weights
-    return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
+    return (outputs, (stacked, segments, next_shards, saved)) if keep else outputs
 
 
 def segment_backward(

@@ -30,7 +30,7 @@ from jshard.sharding.units.linearize import (
     Gradients,
     Inputs,
     Layer,
-    Traced,
+    TracedLayer,
     floats_of,
     select,
     trace_layer,
@@ -64,40 +64,36 @@ def make_scan(
     next_shards, next_places = list(beside[0]), list(beside[1])
     stacked = Inputs(list(shards), list(xs), carry, list(args))
     traced = trace_layer(fn, stacked, places, stacked=True)
-    _, program, ((out, _), *_) = traced
+    program, ((out, _), *_) = traced.program, traced.outputs
     check_carry(carry, out)
     length = next(x.shape[0] for x in [*shards, *xs])
     prefetch, runs = prefetches(policy, places, length), layers.spans(policy, length)
     segments = segments_of(traced, places, policy, runs, prefetch)
-    # Without residuals there is one loop.
-    as_one = [dataclasses.replace(segments[0], start=0, stop=length)]
     passes = forward, segment_backward
     if prefetch:
         passes = prefetched.forward, prefetched.segment_backward
 
-    run = jax.custom_vjp(functools.partial(passes[0], as_one, next_places, False))
+    run = jax.custom_vjp(functools.partial(passes[0], next_places, False))
     run.defvjp(
-        functools.partial(passes[0], segments, next_places, True),
-        functools.partial(_backward, passes[1], segments, next_places),
+        functools.partial(passes[0], next_places, True),
+        functools.partial(_backward, passes[1], next_places),
     )
     stacked = stacked._replace(args=[*args, *program.consts])
-    consts = [segment.consts for segment in segments]
-    return functools.partial(run, stacked, consts, next_shards)
+    return functools.partial(run, stacked, segments, next_shards)
 
 
 @jax.named_scope(LAYERS)
 def forward(
-    segments: Sequence[layers.Segment],
     next_places: list[Placement],
     keep: bool,
     stacked: Inputs,
-    consts: Sequence[tuple[list, list]],
+    segments: list[layers.Segment],
     next_shards: list[jax.Array],
 ) -> Any:
     """Returns (carry, ys, weights of the next unit); if ``keep``, for the backward."""
     carry, all_ys, saved = stacked.carry, [], []
     places = segments[0].layer.places
-    for segment in layers.with_consts(segments, consts):
+    for segment in layers.loops(segments, keep):
         run = functools.partial(layers.run_layer, segment.layer, stacked, keep)
 
         def body(state, _, run=run, straight=segment.straight):
@@ -116,19 +112,18 @@ def forward(
         saved.append(needed)
     next_shards, carry = barrier(next_shards, carry)
     outputs = carry, layers.join_layers(all_ys), gather(next_shards, next_places)
-    return (outputs, (stacked, consts, next_shards, saved)) if keep else outputs
+    return (outputs, (stacked, segments, next_shards, saved)) if keep else outputs
 
 
 @jax.named_scope(LAYERS)
 def _backward(
     segment_backward: Callable,
-    segments: Sequence[layers.Segment],
     next_places: list[Placement],
-    saved: tuple[Inputs, Any, list[Any], Any],
+    saved: tuple[Inputs, list[layers.Segment], list[Any], Any],
     cotangents: Any,
 ) -> tuple[Inputs, None, list[Any]]:
     """Returns gradients of the inputs of a forward, given what that saved."""
-    stacked, consts, next_shards, (*of_segments,) = saved
+    stacked, segments, next_shards, (*of_segments,) = saved
     carry_ct, (aux_ct, *others), next_grads = cotangents
     layer = segments[0].layer
     (carry_ct, aux_ct), *others = floats_of(
@@ -138,7 +133,7 @@ def _backward(
     next_grads = select(next_grads, [place.gradient.trainable for place in next_places])
     parts = scatter(next_grads, next_places)
     ys_ct = aux_ct, *others
-    for segment in reversed(layers.with_consts(segments, consts)):
+    for segment in reversed(segments):
         needed = of_segments.pop(), ys_ct
         sums, parts = segment_backward(segment, stacked, needed, sums, parts)
     return Inputs(*sums), None, reduce(parts, next_places, next_shards)
@@ -199,7 +194,7 @@ def prefetches(policy: UnitPolicy, places: Sequence[Placement], length: int) -> 
 
 
 def segments_of(
-    traced: Traced,
+    traced: TracedLayer,
     places: Sequence[Placement],
     policy: UnitPolicy,
     runs: Sequence[tuple[int, int]],

@@ -58,25 +58,25 @@ def run_unit(
     layer = Layer(traced, places, policy, prevent_cse=True)
 
     @jax.custom_vjp
-    def run(sharded, consts):
+    def run(sharded, layer):
         shards, carry = barrier(sharded.weights, sharded.carry)
         weights = gather(shards, places)
         return layer.evaluate(sharded._replace(weights=weights, carry=carry))
 
-    def forward(sharded, consts):
+    def forward(sharded, layer):
         # Without the barrier XLA may gather many units' weights before the first runs.
         shards, carry = barrier(sharded.weights, sharded.carry)
         weights = gather(shards, places)
         inputs = sharded._replace(weights=weights, carry=carry)
-        outputs, residuals = layer.with_consts(consts).forward(inputs)
+        outputs, residuals = layer.forward(inputs)
         kept = drop(weights, layer)
         # Otherwise full weights could stay in memory until they are split.
         if kept is not None and layer.reshard is not False:
             kept, outputs = barrier(kept, outputs)
-        return outputs, (sharded._replace(carry=[]), consts, residuals, kept)
+        return outputs, (sharded._replace(carry=[]), layer, residuals, kept)
 
     def backward(saved, cotangents) -> tuple[Inputs, None]:
-        sharded, consts, residuals, kept = saved
+        sharded, layer, residuals, kept = saved
         cotangents = floats_of(cotangents, layer.outputs)
         source = kept
         if kept is None:
@@ -85,8 +85,7 @@ def run_unit(
             source, cotangents = barrier(source, cotangents)
         weights = gather_again(source, layer)
         inputs = sharded._replace(weights=weights)
-        own = layer.with_consts(consts)
-        grads = own.transpose(inputs, residuals, cotangents)
+        grads = layer.transpose(inputs, residuals, cotangents)
         parts = scatter(grads.weights, places)
         # Otherwise XLA may keep the gradients of many units for one scatter. A barrier
         # for each, so that those of inputs that are not trained are not computed.
@@ -94,8 +93,7 @@ def run_unit(
         return Inputs(reduce(parts, places, sharded.weights), *passed), None
 
     run.defvjp(forward, backward)
-    _, program, _ = traced
-    return run(sharded._replace(args=list(program.consts)), layer.consts)
+    return run(sharded._replace(args=list(traced.program.consts)), layer)
 
 
 def drop(weights: Sequence[Any], layer: Layer) -> list[Any] | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jshard.sharding.collectives.random_bits import fold, random_bits
+from jshard.sharding.float8.random_bits import fold, random_bits
 from jshard.sharding.layout.layer_dims import layer_dims
 from jshard.sharding.layout.specs import follow
 from jshard.sharding.layout.variables import is_variable

@@ -16,8 +16,14 @@ from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import at_least_float32, updated_in
 from jshard.sharding.settings.scopes import UPDATE
 from jshard.sharding.settings.state import TrainState
-from jshard.sharding.update import counts, ema, loss_scale
+from jshard.sharding.update import counts, ema
 from jshard.sharding.update.call_optax import check_opt_state, first_state, next_updates
+from jshard.sharding.update.skipping import loss_scale
+from jshard.sharding.update.skipping.skip_spikes import (
+    SkipSpikes,
+    SkipSpikesState,
+    decide,
+)
 from jshard.sharding.update.stacks.chain import parts_of
 from jshard.sharding.update.stacks.layers_alone import streams
 from jshard.sharding.update.streamed_update import streamed_update
@@ -75,27 +81,34 @@ def next_state(
     ``grads`` are global arrays sharded like their parameters, ``model_state`` is the
     model's state after the forward, and ``loss`` that of the global batch.
     """
-    finite, scale = None, state.loss_scale
+    takes, scale, history = None, state.loss_scale, None
     norm = optax.tree.norm(jax.tree.map(at_least_float32, grads))
     metrics = {"grad_norm": norm}
     grads = jax.tree.map(lambda g, p: g.astype(updated_in(p)), grads, state.params)
     if scale is not None:
-        finite = jnp.isfinite(norm)
+        takes = jnp.isfinite(norm)
         metrics["loss_scale"] = scale.scale
-        scale = loss_scale.update(scale, finite, layout.policy.loss_scale_window)
+        scale = loss_scale.update(scale, takes, layout.policy.loss_scale_window)
         metrics["skipped_steps"] = scale.skipped
-    if scale is not None or counts.differ_from_steps(state.opt_state):
-        if (count := counts.of_schedules(state.opt_state)) is not None:
+    inner, before = optimizer, state.opt_state
+    if isinstance(optimizer, SkipSpikes):
+        # The decision is here, so that the norm above serves it, parameters in host
+        # memory are still streamed, and averages stay where they are.
+        takes, history, told = decide(optimizer.k, before, loss, norm, takes)
+        told["skipped_steps"] += metrics.get("skipped_steps", 0)
+        metrics |= told
+        inner, before = optimizer.inner, before.inner
+    if takes is not None or counts.differ_from_steps(before):
+        if (count := counts.of_schedules(before)) is not None:
             metrics["optimizer_updates"] = count
-    moving = (state.params, state.opt_state, state.ema)
-    given = (grads, loss, _updates(state) + 1, finite)
-    params, opt_state, averages = update(
-        layout.mesh, layout.policy, optimizer, moving, given
-    )
-    if (skipped := _skipped(finite, state.opt_state, opt_state, params)) is not None:
+    moving = (state.params, before, state.ema)
+    given = (grads, loss, _updates(state) + 1, takes)
+    params, after, averages = update(layout.mesh, layout.policy, inner, moving, given)
+    if (skipped := _skipped(takes, before, after, params)) is not None:
         metrics["skipped"] = skipped
-        spoilt = skipped & ~jnp.isfinite(norm)
+        spoilt = skipped if history is not None else skipped & ~jnp.isfinite(norm)
         model_state = optax.tree.where(spoilt, state.model_state, model_state)
+    opt_state = after if history is None else history._replace(inner=after)
     new = dataclasses.replace(
         state,
         step=state.step + 1,
@@ -115,15 +128,17 @@ def _updates(state: TrainState) -> jax.Array:
         return made
     missed = counts.rejected(state.opt_state)
     made = state.step if missed is None else state.step - missed
+    if isinstance(state.opt_state, SkipSpikesState):
+        made -= state.opt_state.skipped
     return made if state.loss_scale is None else made - state.loss_scale.skipped
 
 
 def _skipped(
-    finite: jax.Array | None, before: Any, after: Any, params: nnx.State
+    takes: jax.Array | None, before: Any, after: Any, params: nnx.State
 ) -> jax.Array | None:
     """Returns whether a step made no update, as gradients were bad; None if all do."""
-    if finite is not None:
-        return ~finite
+    if takes is not None:
+        return ~takes
     if (skipped := counts.skipped(before, after)) is None:
         return None
     # After too many in a row, apply_if_finite makes the parameters nan.
@@ -150,7 +165,7 @@ def update(
     if policy.offload is None:
         return run(optimizer, moving, given)
     params, opt_state, averages = moving
-    grads, loss, count, finite = given
+    grads, loss, count, takes = given
     # Optimizers are chains here, whose last parts may all be streamed.
     parts, nothing = parts_of(optimizer), optax.EmptyState()
     states = (opt_state,) if parts is None else opt_state
@@ -174,12 +189,12 @@ def update(
     here = jax.tree.map(on_device, params)
     args = grads, states[:number], here
     grads, first = next_updates(front, *args, value=loss, mesh=mesh)
-    if finite is not None:
-        first = optax.tree.where(finite, first, states[:number])
+    if takes is not None:
+        first = optax.tree.where(takes, first, states[:number])
     params, last, averages = streamed_update(
         functools.partial(run, layered),
         (params, states[number:], averages),
-        (grads, loss, count, finite),
+        (grads, loss, count, takes),
         params,
         separate=separate,
     )
@@ -190,7 +205,7 @@ def update(
 def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> Moving:
     """Updates what is ``moving`` by an optimizer."""
     params, before, averages = moving
-    grads, loss, count, finite = given
+    grads, loss, count, takes = given
     with sharded_update(mesh, policy):
         args = grads, before, params
         updates, opt_state = next_updates(tx, *args, value=loss, mesh=mesh)
@@ -201,4 +216,4 @@ def _run(mesh: Mesh, policy: Policy, tx: Any, moving: Moving, given: Given) -> M
         made = counts.made(before, opt_state)
         averages = moved if made is None else optax.tree.where(made, moved, averages)
     new = (params, opt_state, averages)
-    return new if finite is None else optax.tree.where(finite, new, moving)
+    return new if takes is None else optax.tree.where(takes, new, moving)

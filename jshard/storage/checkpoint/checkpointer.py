@@ -7,6 +7,7 @@ processes hear of each other is in ``participants``.
 import dataclasses
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from jshard.storage.checkpoint.disk_saves import DiskSaves
 from jshard.storage.checkpoint.orbax.folder import check_not_orbax
 from jshard.storage.checkpoint.participants import Participants, why
 from jshard.storage.checkpoint.restore import find_damage, newest_intact, restore_state
-from jshard.storage.checkpoint.selected.best_step import best_among
+from jshard.storage.checkpoint.selected.best_step import best_among, hours_apart
 from jshard.storage.checkpoint.step_folders import find_steps, step_folder
 from jshard.system.cli.paths import check_path, is_bucket
 from jshard.system.errors import UserError
@@ -67,6 +68,8 @@ class Checkpointer:
       folder: Created if it does not exist; may be the URL of one in a bucket.
       keep: The number of newest checkpoints to keep.
       keep_every: Also keep the steps that are multiples of this; 0 keeps none.
+      keep_hours: Also keep the first step, and then each that was saved at least this
+        many hours after the last one that is kept so; 0 keeps none.
       best: Also keep the checkpoint with the best value of this metric, among those
         saved with it; empty keeps none.
       highest: Whether the highest value is the best, rather than the lowest.
@@ -85,19 +88,20 @@ class Checkpointer:
         *,
         keep: int = 3,
         keep_every: int = 0,
+        keep_hours: float = 0,
         best: str = "",
         highest: bool = False,
         report: Callable[[Save], None] = log,
         local: Path | None = None,
         owner: str = "",
     ):
-        if keep < 1 or keep_every < 0:
+        if keep < 1 or keep_every < 0 or not 0 <= keep_hours < math.inf:
             raise UserError(
                 f"Checkpointer: keep={keep} must be at least 1, and "
-                f"keep_every={keep_every} at least 0"
+                f"keep_every={keep_every} and keep_hours={keep_hours} at least 0"
             )
         check_path("Checkpointer: folder", folder, bucket=True)
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every, self._keep_hours = keep, keep_every, keep_hours
         self._best, self._highest = best, highest
         self._report = report
         self._saving: threading.Thread | None = None
@@ -214,8 +218,10 @@ class Checkpointer:
         kept = set(steps[-self._keep :])
         if self._keep_every:
             kept |= {step for step in steps if step % self._keep_every == 0}
+        complete = {step: folders[step] for step in steps}
+        if self._keep_hours:
+            kept |= hours_apart(complete, self._keep_hours)
         if self._best:
-            complete = {step: folders[step] for step in steps}
             best = best_among(complete, self._best, highest=self._highest)
             kept |= {best.step} if best else set()
         return sorted(set(steps) - kept)

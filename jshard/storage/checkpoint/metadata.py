@@ -194,15 +194,15 @@ def checked(content: Any) -> dict[str, Any]:
       ValueError: It describes no checkpoint; the message says why.
     """
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     for key in ("step", "processes"):
-        _expect(type(content.get(key)) is int, f"{key} is no whole number")
-    _expect(isinstance(content.get("created"), str), "created is no text")
+        _expect(type(content.get(key)) is int, f"{key} is not a whole number")
+    _expect(isinstance(content.get("created"), str), "created is not a text")
     for key in _DICTS:
-        _expect(isinstance(content.get(key), dict), f"{key} is no JSON object")
+        _expect(isinstance(content.get(key), dict), f"{key} is not a JSON object")
     stacks = content.get("stacks")
     are_names = isinstance(stacks, list) and all(isinstance(x, str) for x in stacks)
-    _expect(are_names, "stacks is no list of names")
+    _expect(are_names, "stacks is not a list of names")
     layers = sum(map(_layers, content["arrays"], content["arrays"].values()))
     _expect(layers <= _MOST_LAYERS, f"its arrays have {layers:,} layers")
     if FROZEN_FROM in content:
@@ -222,7 +222,7 @@ def _layers(name: str, array: Any) -> int:
     def expect(fine: bool, problem: str) -> None:
         _expect(fine, f"array {name!r} has {problem}")
 
-    _expect(isinstance(array, dict), f"array {name!r} is no JSON object")
+    _expect(isinstance(array, dict), f"array {name!r} is not a JSON object")
     expect(_is_unicode(name), "half a character in its name")
     shape, dtype = array.get("shape"), array.get("dtype")
     sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
@@ -257,7 +257,7 @@ def _layers(name: str, array: Any) -> int:
 
 
 def _check_frozen(entry: Any) -> None:
-    _expect(isinstance(entry, dict), f"{FROZEN_FROM} is no JSON object")
+    _expect(isinstance(entry, dict), f"{FROZEN_FROM} is not a JSON object")
     path, sums = entry.get("path"), entry.get("bit_sums")
     if not isinstance(path, str) or not path or not _is_unicode(path):
         raise ValueError(f"{FROZEN_FROM} has no path")

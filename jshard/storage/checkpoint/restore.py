@@ -2,13 +2,14 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.sharding.settings.state import TrainState
-from jshard.storage.checkpoint import frozen, manifest, metadata
+from jshard.storage.checkpoint import frozen, manifest, metadata, spike_memory
 from jshard.storage.checkpoint.buckets import arrays as bucket
 from jshard.storage.checkpoint.orbax.folder import check_not_orbax, is_orbax
 from jshard.storage.checkpoint.step_folders import (
@@ -167,8 +168,9 @@ def restore_state(folder: Path, state: TrainState) -> TrainState:
     Args:
       folder: The step's folder.
       state: The state to create, abstract and on any mesh. Names and shapes must match
-        the checkpoint's; floating-point dtypes and memory kinds may differ. If the
-        checkpoint leaves out the frozen parameters, they must be arrays already.
+        the checkpoint's; floating-point dtypes and memory kinds may differ, and so may
+        what ``skip_spikes`` remembers. If the checkpoint leaves out the frozen
+        parameters, they must be arrays already.
 
     Raises:
       UserError: The checkpoint is of another model or optimizer; the message lists the
@@ -176,7 +178,16 @@ def restore_state(folder: Path, state: TrainState) -> TrainState:
         others were trained beside.
     """
     check_fits(folder, state)
-    about, arrays = metadata.read(folder), metadata.arrays_by_name(state)
+    about, abstract = metadata.read(folder), state
+    state, _, said = spike_memory.as_saved(abstract, about["arrays"])
+    if said:
+        shown = bucket.shown(folder)
+        warn(f"checkpoint {shown} {said}: only what both remember is read")
+    return spike_memory.as_wanted(_restore(folder, about, state), abstract)
+
+
+def _restore(folder: Path, about: dict[str, Any], state: TrainState) -> TrainState:
+    arrays = metadata.arrays_by_name(state)
     if frozen.KEY not in about:
         return metadata.replace_arrays(state, load(folder, arrays))
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.frozen)):
@@ -193,7 +204,8 @@ def restore_state(folder: Path, state: TrainState) -> TrainState:
 def check_fits(folder: Path, state: TrainState) -> None:
     """Raises what ``restore_state`` raises for a checkpoint of another model."""
     about = metadata.read(folder)
+    state, arrays, _ = spike_memory.as_saved(state, about["arrays"])
     wanted = metadata.exact_by_name(state)
     if frozen.KEY in about:
         wanted = {name: x for name, x in wanted.items() if not frozen.is_frozen(name)}
-    check(folder, wanted, about["arrays"])
+    check(folder, wanted, arrays)

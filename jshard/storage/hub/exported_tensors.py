@@ -165,7 +165,7 @@ class Exported:
         """Lists the tensors that are in the files of a pretrained model alone."""
         source = model_path(self.about[frozen.KEY]["path"])
         if not is_huggingface(source):
-            reason = "is no Hugging Face folder: export it first"
+            reason = "is not a Hugging Face folder: export it first"
             if not source.exists():
                 reason = "does not exist: put it back"
             raise UserError(

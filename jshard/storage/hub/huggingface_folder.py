@@ -52,7 +52,7 @@ def model_path(text: str | Path, step: str | None = None) -> Path:
     if (name := parse(text)) is None:
         return find_run(text, step)
     if step is not None:
-        raise UserError(f"--step={step}: {text} is no run, but a name on the Hub")
+        raise UserError(f"--step={step}: {text} is not a run, but a name on the Hub")
     folder = local_path(text, (CONFIG, GENERATION, *TOKENIZER, INDEX))
     name = dataclasses.replace(name, commit=folder.name)
     files = weight_files(folder)
@@ -128,7 +128,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"cannot read {file}: it is not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise UserError(f"cannot read {file}: it holds no JSON object")
+        raise UserError(f"cannot read {file}: it does not hold a JSON object")
     if quantised := content.pop("quantization_config", None):
         given = quantised if isinstance(quantised, dict) else {}
         if problem := problem_of_config(given):

@@ -4,22 +4,17 @@ A checkpoint is jshard's, or one that another program wrote with Orbax.
 """
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 
 from jshard.sharding.settings.state import TrainState
-from jshard.sharding.step.fsdp import FSDP
 from jshard.sharding.update import counts
-from jshard.storage.checkpoint import frozen, metadata
+from jshard.storage.checkpoint import frozen, metadata, spike_memory
+from jshard.storage.checkpoint.buckets.arrays import shown
 from jshard.storage.checkpoint.orbax.folder import is_orbax, open_orbax
 from jshard.storage.checkpoint.orbax.matching import OrbaxMatch, match
 from jshard.storage.checkpoint.restore import find_step
@@ -36,8 +31,7 @@ from jshard.storage.hub.safetensors_read import (
     load_safetensors,
 )
 from jshard.storage.hub.tied_heads import other_head
-from jshard.system.cli.paths import check_path
-from jshard.system.errors import UserError, warn
+from jshard.system.errors import UserError
 
 # How the names of what is read begin, but for frozen parameters.
 _BESIDE_FROZEN = ("params.", "model_state.", "opt_state.", "ema.")
@@ -99,7 +93,7 @@ def find_parameters(
         return source
     if is_orbax(path) and not find_steps(path / CHECKPOINTS):
         found = match(open_orbax(path.absolute()), state, optimizer=optimizer)
-        return _of_orbax(found, optimizer)
+        return of_orbax(found, optimizer)
     averages = optimizer and state.ema is not None
     if averages and jax.eval_shape(counts.updates, state.opt_state) is None:
         raise UserError(
@@ -109,6 +103,13 @@ def find_parameters(
             "optax.constant_schedule(...), which counts"
         )
     folder = find_step(path)
+    stored = metadata.read(folder)["arrays"]
+    if optimizer and (said := spike_memory.as_saved(state, stored)[2]):
+        raise UserError(
+            f"checkpoint.restore_optimizer: checkpoint {shown(folder)} {said}: set "
+            "optimizer.skip_spikes and spike_window as they were there, or leave out "
+            "checkpoint.restore_optimizer"
+        )
     targets, sources = match_parameters(folder, state, optimizer)
     exact = metadata.exact_by_name(state)
     check(
@@ -147,109 +148,9 @@ def start_from(
     return state if has_averages else _start_averages(state)
 
 
-def restore_orbax(
-    folder: str | Path,
-    fsdp: FSDP,
-    make_model: Callable[[nnx.Rngs], nnx.Module],
-    optimizer: optax.GradientTransformation,
-    *,
-    wrt: Any = nnx.Param,
-    seed: int = 0,
-    step: int | None = None,
-    restore_optimizer: bool = True,
-    params_at: str | None = None,
-    optimizer_at: str | None = None,
-) -> TrainState:
-    """Goes on from a checkpoint that another program wrote with Orbax.
-
-    Arrays are found by their paths and read into the shards of any mesh. The parameters
-    are at the place in the checkpoint where the paths of all follow; so is the state of
-    the optimizer, an ``optax`` tree or that of an ``nnx.Optimizer``. Batch statistics
-    and random streams are read too, averages (``Policy.ema_decay``) start from the
-    parameters. What is not read is a warning.
-
-    Args:
-      folder: Of the checkpoint, or of a CheckpointManager.
-      fsdp: Shards the state.
-      make_model: As for ``fsdp.init``.
-      optimizer: The transformation that the checkpoint's was made with.
-      wrt: As for ``fsdp.init``.
-      seed: Of what the checkpoint lacks: adapters, random streams.
-      step: Which one, of a CheckpointManager's; None takes the newest.
-      restore_optimizer: Whether to read the optimizer's state, random streams and the
-        number of steps. If not, they start anew.
-      params_at: Keys with dots, such as "model", where several places fit.
-      optimizer_at: The same, of the optimizer's state.
-
-    Returns:
-      The state, with the checkpoint's number of steps: beside the optimizer's state, or
-      else in the folder's name.
-
-    Raises:
-      UserError: It is not Orbax's or not complete, or of another model or optimizer;
-        the message lists what is missing and what is unexpected.
-    """
-    check_path("restore_orbax: folder", folder)
-    path = Path(folder).expanduser().absolute()
-    if not is_orbax(path):
-        what = "holds no checkpoint of Orbax's" if path.exists() else "does not exist"
-        raise UserError(f"restore_orbax: {path} {what}")
-    abstract = fsdp.abstract_state(make_model, optimizer, wrt)
-    found = match(
-        open_orbax(path, step),
-        abstract,
-        optimizer=restore_optimizer,
-        params_at=params_at,
-        optimizer_at=optimizer_at,
-    )
-    logging.getLogger("jshard").info("%s: %s", found.checkpoint, found.said)
-    if found.left:
-        warn(f"{found.checkpoint}: not read: {found.left}")
-    state = start_from(
-        _of_orbax(found, restore_optimizer),
-        abstract,
-        lambda frozen: fsdp.init(make_model, optimizer, seed, wrt, frozen),
-    )
-    steps = np.int32(found.step or 0)
-    return dataclasses.replace(state, step=jax.device_put(steps, state.step.sharding))
-
-
-def _of_orbax(found: OrbaxMatch, optimizer: bool) -> ParameterSource:
+def of_orbax(found: OrbaxMatch, optimizer: bool) -> ParameterSource:
+    """Returns the source that a checkpoint of Orbax's is, as ``match`` found it."""
     return ParameterSource(found.checkpoint.path, optimizer=optimizer, orbax=found)
-
-
-def init_from(
-    folder: Path | str,
-    fsdp: FSDP,
-    make_model: Callable[[nnx.Rngs], nnx.Module],
-    optimizer: optax.GradientTransformation,
-    *,
-    tensors: Mapping[str, FileTensor] | None = None,
-    wrt: Any = nnx.Param,
-    seed: int = 0,
-) -> TrainState:
-    """Returns what ``fsdp.init`` does, with parameters from files, in a loop of yours.
-
-    Each process reads its devices' slices. Adapters start as they are made.
-
-    Args:
-      folder: A folder of Hugging Face's, safetensors, or a run or its checkpoint.
-      fsdp: What makes the state.
-      make_model: As for ``fsdp.init``.
-      optimizer: Likewise.
-      tensors: Where the files keep each array, by its name: ``tensors(keys)`` of
-        ``jshard.models.llama_huggingface``, for example, with the keys that its
-        ``read_config`` returns of a config.json. None if they have the model's names.
-      wrt: As for ``fsdp.init``.
-      seed: Likewise.
-
-    Raises:
-      UserError: The files are of another model; the message lists the differences.
-    """
-    abstract = fsdp.abstract_state(make_model, optimizer, wrt=wrt)
-    source = find_parameters(Path(folder), abstract, tensors=tensors)
-    make = functools.partial(fsdp.init, make_model, optimizer, seed, wrt)
-    return start_from(source, abstract, make)
 
 
 def read_frozen(source: ParameterSource, abstract: TrainState) -> TrainState:

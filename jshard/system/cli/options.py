@@ -48,8 +48,8 @@ CHECKPOINT = Option(
     required=True, bucket=True,
 )  # fmt: skip
 STEP = Option(
-    None, "which checkpoint of a run: best, by the run's checkpoint.best, newest, or "
-    "that of step N; RUN@best and RUN@N say the same", kind=str,
+    None, "which checkpoint of a run: the best by the run's checkpoint.best, the "
+    "newest, or that of step N; RUN@best and RUN@N mean the same", kind=str,
     shown="best|newest|N",
 )  # fmt: skip
 

@@ -1,12 +1,17 @@
 """JAX's coordination service, of which JAX exposes neither client nor address."""
 
 import collections
+import inspect
 import itertools
+import os
 import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 from jax._src import distributed
+
+from jshard.system.errors import UserError
 
 _DAY = 86_400_000  # milliseconds; whoever dies is found by other means
 # Numbers the waits of each group of processes, which are alike in all of them.
@@ -54,6 +59,22 @@ class KeyValueStore:
         return {key.rpartition("/")[2]: text for key, text in found}
 
 
+def check_mtls() -> None:
+    """Raises UserError if JAX would ignore what asks it for certificates.
+
+    JAX 0.12 and later read these variables themselves. Its coordination service then
+    encrypts, and lets in only who has a certificate.
+    """
+    asked = ("JAX_MTLS_", "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS")
+    given = sorted(name for name in os.environ if name.startswith(asked))
+    known = inspect.signature(jax.distributed.initialize).parameters
+    if given and "mtls_cert_file" not in known:
+        raise UserError(
+            f"{given[0]}: JAX {jax.__version__} has no mTLS, and would let in whoever "
+            "comes; JAX 0.12 has it"
+        )
+
+
 def processes_of(devices: Iterable[Any]) -> tuple[int, ...]:
     """Returns the processes that have devices, in order; none if it is one alone."""
     found = sorted({device.process_index for device in devices})
@@ -85,6 +106,8 @@ def address_of_process(index: int) -> str:
     coordinator = distributed.global_state.coordinator_address
     if coordinator is None:
         raise RuntimeError("jax.distributed.initialize comes first")
+    if coordinator.startswith("unix:"):
+        return "127.0.0.1"
     host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
     if index == 0:

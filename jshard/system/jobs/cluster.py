@@ -15,19 +15,21 @@ from jshard.system.jobs.schedulers import (
     gpus_seen,
     sees_its_own_gpus,
 )
+from jshard.system.network.hosts import LONGEST_PATH, UNIX
 
 _COUNT: dict[str, Any] = {"kind": int, "at_most": 999_999_999}
 OPTIONS = {
     "coordinator": Option(
-        None, "the host of process 0, and a free port there", kind=str,
-        shown="HOST:PORT",
+        None, "the host of process 0, and a free port on it; for processes of one "
+        "host also unix:PATH, a file in a folder of mode 700",
+        kind=str, shown="HOST:PORT",
     ),
     "num_processes": Option(None, "the number of processes", at_least=1, **_COUNT),
     "process_id": Option(
         None, "the number of this process, from 0", at_least=0, shown="I", **_COUNT
     ),
     "local_device_ids": Option(
-        None, "the GPUs of this process; by default all that it sees", kind=str,
+        None, "the GPUs that this process uses; by default all that it sees", kind=str,
         shown="0,1",
     ),
 }  # fmt: skip
@@ -43,11 +45,18 @@ class Cluster:
 
     process_id: int  # rank of this process
     num_processes: int
-    # "HOST:PORT" of process 0. None lets JAX find it, which works under SLURM, Open MPI
-    # 4 and on TPUs.
+    # "HOST:PORT" of process 0, or "unix:PATH" of a socket, as gRPC writes them. None
+    # lets JAX find it, which works under SLURM, Open MPI 4 and on TPUs.
     coordinator: str | None
     local_device_ids: tuple[int, ...] | None  # GPUs of this host; None is all it sees
     found_by: str  # "options", "SLURM", ...
+
+    @property
+    def socket(self) -> str | None:
+        """The path of the coordinator's socket, if all processes are on this host."""
+        if self.coordinator is None or not self.coordinator.startswith(UNIX):
+            return None
+        return self.coordinator.removeprefix(UNIX)
 
 
 def find_cluster(
@@ -142,6 +151,14 @@ def _said(found: Scheduler, num_processes: int) -> str:
 
 
 def _check_address(coordinator: str) -> None:
+    if coordinator.startswith(UNIX):
+        path = coordinator.removeprefix(UNIX)
+        if not path.startswith("/") or len(os.fsencode(path)) > LONGEST_PATH:
+            raise UserError(
+                f"--coordinator={coordinator}: must be unix:PATH with an absolute path "
+                f"of at most {LONGEST_PATH} bytes"
+            )
+        return
     match = re.fullmatch(r"\S{1,255}:(\d{1,5})", coordinator)
     if match is None or not 1 <= int(match[1]) <= 65_535:
         raise UserError(

@@ -6,14 +6,21 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 
+from jshard.system.compat.coordination import check_mtls
 from jshard.system.errors import Preempted, UserError
 from jshard.system.jobs.cluster import ANY_PORT, PORT_TAKEN, Cluster
-from jshard.system.jobs.peers import Peers, Watched
+from jshard.system.jobs.peers import Peers, Watched, print_line
 from jshard.system.jobs.rendezvous import gathered
 from jshard.system.jobs.status import end_with_parent, report
+from jshard.system.network.secret import (
+    SECRET_FILE,
+    check_private_folder,
+    given_secret,
+)
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -32,7 +39,7 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
 
     Raises:
       UserError: the coordinator's port is taken, or processes were started with
-        different numbers of processes, or with the same rank.
+        different numbers of processes, or with the same rank; or the secret is bad.
       RunFailed: another process ended at its start, or did not come in five minutes.
       SystemExit: with 75, in all but process 0, when the job is preempted; with 98 if
         the port is taken and jshard.launch can pick another.
@@ -42,7 +49,9 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
         return
     end_with_parent()
     report(phase="waiting")
-    with gathered(cluster, _listen(cluster)), _without_proxies():
+    check_mtls()
+    secret = _find_secret(cluster)
+    with gathered(cluster, _listen(cluster), secret), _without_proxies():
         jax.distributed.initialize(
             cluster.coordinator,
             cluster.num_processes,
@@ -62,6 +71,26 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
     except BaseException:
         peers.wait_for_end()
     peers.leave(0)
+
+
+def _find_secret(cluster: Cluster) -> bytes:
+    """Returns what the processes prove themselves with; empty if they were given none.
+
+    Others can then come to the meeting, too, if a port leads there. Process 0 says so.
+    """
+    secret = given_secret()
+    if cluster.socket is not None:  # which keeps other users out
+        check_private_folder(
+            Path(cluster.socket).parent, f"--coordinator={cluster.coordinator}"
+        )
+    elif cluster.coordinator and secret is None and not _is_local(cluster):
+        if cluster.process_id == 0:
+            print_line(
+                f"warning: the job has no secret: whoever reaches "
+                f"{cluster.coordinator} can take a process's place as it starts; give "
+                f"all processes one by {SECRET_FILE}=FILE, of mode 600 (SECURITY.md)"
+            )
+    return secret or b""
 
 
 @contextlib.contextmanager
@@ -84,13 +113,21 @@ def _bind_address(cluster: Cluster) -> str | None:
 
     If the other processes reach it by this machine's own address, no other machine
     can. Users of this one can, and end the job: the service asks nobody who they are.
-    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts. A PyTorchJob
-    gives process 0 such an address, and the others its name.
+    JAX_COORDINATOR_BIND_ADDRESS narrows it for jobs of several hosts.
     """
+    if cluster.socket is not None:
+        return cluster.coordinator
     given = "JAX_COORDINATOR_BIND_ADDRESS" in os.environ
+    return cluster.coordinator if _is_local(cluster) and not given else None
+
+
+def _is_local(cluster: Cluster) -> bool:
+    """Returns whether the processes reach each other by this machine's own address.
+
+    A PyTorchJob gives process 0 such an address, and the others its name.
+    """
     host = (cluster.coordinator or "").rpartition(":")[0]
-    own = host in LOOPBACK and cluster.found_by != "PyTorch"
-    return cluster.coordinator if own and not given else None
+    return host in LOOPBACK and cluster.found_by != "PyTorch"
 
 
 def _listen(cluster: Cluster) -> socket.socket | None:
@@ -103,6 +140,8 @@ def _listen(cluster: Cluster) -> socket.socket | None:
     bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     host = (bound or _bind_address(cluster) or "").rpartition(":")[0]
     try:
+        if cluster.socket is not None:
+            return socket.create_server(cluster.socket, family=socket.AF_UNIX)
         return listen(host.strip("[]"), int(cluster.coordinator.rpartition(":")[2]))
     except OSError as error:
         if error.errno == errno.EADDRINUSE and ANY_PORT in os.environ:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jshard.system.cli.paths import not_by_a_link
 from jshard.system.errors import warn
+from jshard.system.jobs.stuck import STEP
 
 INTERVAL = 10.0  # seconds between lines about steps
 
@@ -41,7 +42,7 @@ class Log:
     def place(self, phase: str, step: int) -> None:
         """Appends where the process is; about steps one line in ten seconds at most."""
         now = time.monotonic()
-        stepping = {phase, self._phase} <= {"data", "step", "computing"}
+        stepping = {phase, self._phase} <= set(STEP)
         if stepping and now - self._time < INTERVAL:
             return
         self._phase, self._time = phase, now

@@ -4,12 +4,17 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-# Runs a command and sends it the signals named on standard input. When standard input
+from jshard.system.network.secret import SECRET
+
+# Reads the job's secret, which must not be on a command line, from standard input. Runs
+# a command and sends it the signals that are named there next. When standard input
 # ends, because the launcher was killed or the connection is cut, the command is asked
 # to save and end, and killed if that takes too long. The shell says nothing of that:
 # what ended is reported in other places.
 _RUN = """
 exec 3<&0 4>&2
+read -r {secret} <&3 || exit 1
+export {secret}
 {command} </dev/null 3<&- 4>&- &
 pid=$!
 (
@@ -42,4 +47,6 @@ def shell_script(
     run = f"exec {shlex.join(command)}"
     if folder is not None:
         run = f"sh -c {shlex.quote(f'cd {shlex.quote(str(folder))} && {run}')}"
-    return _RUN.format(command=run, index=index, patience=round(patience))
+    return _RUN.format(
+        command=run, index=index, patience=round(patience), secret=SECRET
+    )

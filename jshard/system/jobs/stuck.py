@@ -17,7 +17,8 @@ LEAST_SAVING = 600.0  # a disk may be slow for minutes
 UNKNOWN = 1800.0  # seconds for what was never seen: compilation, the first evaluation
 TIMES = 10  # the limit over the average duration
 STAYS = 10  # how many of the last durations are averaged
-STEP = ("step", "computing", "data")  # the phases of a step: dispatch, wait, next batch
+# The phases of a step: dispatch, wait, what is called after it, next batch.
+STEP = ("step", "computing", "hooks", "data")
 
 
 class Patience:

@@ -216,7 +216,7 @@ class _Supervisor:
 
     def _reason(self, number: int) -> str:
         if self._peer_died and "place" not in self._status:
-            return f"waited in vain for {self._all}"
+            return f"gave up waiting for {self._all}"
         if self._peer_died:
             return "was aborted by JAX: process 0, which coordinates, is gone"
         try:

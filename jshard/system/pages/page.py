@@ -76,6 +76,35 @@ def pictures(found: Iterable[Mapping[str, str]]) -> str:
     return f'<div class="pictures">{figures}</div>'
 
 
+def bar(
+    parts: Iterable[tuple[str, float, str]],
+    full: float,
+    marks: Sequence[str],
+    limit: float | None = None,
+) -> str:
+    """Returns a bar of parts side by side.
+
+    Args:
+      parts: Of each its name, its size, and the size as text.
+      full: The size of the whole bar.
+      marks: CSS classes of their colors.
+      limit: A size to mark in the bar.
+    """
+    blocks = "".join(
+        f'<i class="{mark}" style="width:{100 * size / full:.3f}%" '
+        f'title="{escape(name)}: {escape(text)}"></i>'
+        for mark, (name, size, text) in zip(marks, parts, strict=True)
+    )
+    if limit is not None:
+        blocks += f'<u style="left:{100 * limit / full:.3f}%"></u>'
+    return f'<div class="bar">{blocks}</div>'
+
+
+def note(text: str) -> str:
+    """Returns plain text in small type."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
 def table(
     rows: Iterable[Sequence[str]],
     heading: Sequence[str] = (),

@@ -83,7 +83,8 @@ def prepare_evaluation(
       UserError: The data cannot be evaluated on, two metrics have one name, or
         `best` names none of them.
     """
-    fsdp, loss_fn, process = run.job.fsdp, run.job.recipe.loss_fn, dict(run.reader())
+    fsdp, process = run.job.fsdp, dict(run.reader())
+    loss_fn = run.job.configured.recipe.loss_fn
     steps = {} if steps is None else steps
     sizes = {
         "batch_size": process.pop("batch_size"),

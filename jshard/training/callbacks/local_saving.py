@@ -67,15 +67,15 @@ class LocalSaving(AbstractContextManager):
             self._say_once(
                 "first",
                 f"step {copy.step}/{self._run.settings.steps}  local copy: "
-                f"{format_bytes(copy.size)} a process in {copy.took:.1f} s, held up "
-                f"training {copy.blocked * 1e3:.0f} ms",
+                f"{format_bytes(copy.size)} per process in {copy.took:.1f} s, held up "
+                f"training for {copy.blocked * 1e3:.0f} ms",
             )
             if copy.waited > _LONG:
                 self._say_once(
                     "slow",
                     f"local copies take longer than checkpoint.local="
                     f"{self._run.settings.checkpoint.local} steps: training waited "
-                    f"{copy.waited:.1f} s for one; copy less often",
+                    f"{copy.waited:.1f} s for one; raise checkpoint.local",
                 )
 
     def _say_once(self, name: str, text: str) -> None:

@@ -55,6 +55,7 @@ class Profile(AbstractContextManager):
             return
         jax.block_until_ready(self._run.state)
         with self._throughput.paused():
+            self._run.peers.at("profiling", step)
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing every call would slow steps down
             try:

@@ -66,6 +66,7 @@ class Saving(AbstractContextManager):
                 run.bucket.checkpoints if run.bucket else folder.path / CHECKPOINTS,
                 keep=options.keep,
                 keep_every=options.keep_every,
+                keep_hours=options.keep_hours,
                 best=options.best,
                 highest=options.best_is == "highest",
                 report=self._ended.put,

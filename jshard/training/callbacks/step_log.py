@@ -10,7 +10,11 @@ from typing import Any
 import jax
 
 from jshard.sharding.update import counts
-from jshard.training.non_finite import check_finite, describe_skipped
+from jshard.training.non_finite import (
+    check_finite,
+    describe_skipped,
+    too_many_spikes,
+)
 from jshard.training.prepared_run import PreparedRun
 from jshard.training.recipe_functions import RecipeFunctions
 from jshard.training.run.metrics import RunFolder
@@ -19,6 +23,7 @@ from jshard.training.run.progress import ProgressDisplay
 # Steps that are under way: two keep the devices busy. More would fill their memory with
 # batches.
 UNDER_WAY = 2
+_LONG = 1e-3  # seconds of collecting garbage from which on a step's line has them
 
 
 class StepLog(AbstractContextManager):
@@ -41,7 +46,7 @@ class StepLog(AbstractContextManager):
         display: ProgressDisplay,
         started: float,
     ):
-        self._settings, self._first = run.settings, done + 1
+        self._settings, self._first, self._peers = run.settings, done + 1, run.peers
         self._recipe, self._throughput = recipe, recipe.throughput
         self._folder, self._display, self._started = folder, display, started
         self._under_way: collections.deque[tuple[int, Any, dict[str, float]]]
@@ -50,6 +55,8 @@ class StepLog(AbstractContextManager):
         self._times: list[float] = []  # of the steps since the display's last line
         self._newest: dict[str, float] = {}
         self._ahead_of_steps = 0  # the optimizer's count, see `begin`
+        self.spikes = ""  # that too many steps in a row were spikes
+        self.skipped = 0  # steps, those of runs that this one resumes included
 
     def begin(self, opt_state: Any) -> None:
         """Reads the optimizer's count before the first step, which may be restored."""
@@ -59,16 +66,23 @@ class StepLog(AbstractContextManager):
                 self._ahead_of_steps = int(made) - (self._first - 1)
 
     def after_step(
-        self, step: int, metrics: Mapping[str, jax.Array], data_wait: float = 0.0
+        self,
+        step: int,
+        metrics: Mapping[str, jax.Array],
+        data_wait: float = 0.0,
+        collect_time: float = 0.0,
     ) -> None:
         """Adds a step that was dispatched; waits until only two are under way.
 
         `data_wait` is how many seconds it waited for its batch; the first step's was
-        read before the run began.
+        read before the run began. `collect_time` is how many seconds Python collected
+        garbage since the step before.
         """
         for x in metrics.values():
             x.copy_to_host_async()
         more = {} if step == self._first else {"data_wait": data_wait}
+        if collect_time >= _LONG:
+            more["collect_time"] = collect_time
         self._under_way.append((step, metrics, more))
         if len(self._under_way) > UNDER_WAY:
             self._write(1)
@@ -80,6 +94,7 @@ class StepLog(AbstractContextManager):
         samples = {name: x for name, x in returned.items() if name not in more}
         self._folder.log(step, samples)
         if step == self._first:  # mostly compilation: it is waited for
+            self._peers.at("computing", step)
             with self.drained():
                 pass
 
@@ -125,6 +140,9 @@ class StepLog(AbstractContextManager):
                 raise
             if skipped := describe_skipped(step, values):
                 self._display.say(skipped)
+            most = self._settings.watch.spikes
+            self.spikes = self.spikes or too_many_spikes(step, values, most)
+            self.skipped = int(values.get("skipped_steps", 0))
 
     def _read(self, step: int, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """Waits for a step, and returns its metrics and its learning rate."""

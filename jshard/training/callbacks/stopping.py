@@ -1,11 +1,11 @@
-"""How a run ends before its last step: a signal or a hook asks for it."""
+"""How a run ends before its last step: a signal, a hook or spikes ask for it."""
 
 from contextlib import AbstractContextManager, ExitStack
 
 import jax
 
 from jshard.recipe.config.profiled_steps import profiled_steps
-from jshard.system.errors import Interrupted, Preempted
+from jshard.system.errors import Interrupted, Preempted, RunFailed
 from jshard.training.callbacks.hooks import Hooks
 from jshard.training.callbacks.preemption import Preemption
 from jshard.training.callbacks.saving import Saving
@@ -54,11 +54,19 @@ class Stopping(AbstractContextManager):
         Raises:
           Preempted: The state is saved.
           Interrupted: There was a signal, and nothing is saved.
+          RunFailed: Too many steps in a row were spikes; the state is saved.
         """
+        if log.spikes:
+            saving.save(step, log)
+            saving.at_end(step)
+            saved = f"; the state of step {step} is saved" if self._saves else ""
+            raise RunFailed(f"{log.spikes}{saved}")
         asked = self._preemption.requested(step)
         if not asked or step == self._run.settings.steps:
             return
         why = f"{self._preemption.signal_name} at step {step}"
+        if self._preemption.signal_name == "SIGINT":  # a user's, not a scheduler's
+            why = f"interrupted by {why}"
         if not self._saves:
             kept = "; the state is kept, and fit() goes on" if self._keeps_state else ""
             raise Interrupted(f"{why}, and checkpoint.every=0 saves nothing{kept}")

@@ -64,7 +64,7 @@ def read_numbers(
             continue
         numbers = {name: x for name, x in values.items() if _is_number(x)}
         for name in values.keys() - numbers.keys():
-            leave_out(f"{METRICS}, line {number}: {name!a} is no number")
+            leave_out(f"{METRICS}, line {number}: {name!a} is not a number")
         yield numbers
 
 
@@ -111,7 +111,7 @@ def read_picture(workdir: Path, name: Any) -> bytes:
         raise ValueError(f"{name} leads out of the folder")
     data = file.read_bytes()
     if not data.startswith(_PNG):
-        raise ValueError(f"{name} is no PNG picture")
+        raise ValueError(f"{name} is not a PNG picture")
     return data
 
 

@@ -24,6 +24,7 @@ from jshard.system.pages.page import (
     table,
     tiles,
 )
+from jshard.training.report.goodput import read_goodput
 from jshard.training.report.run_files import (
     printable,
     read_numbers,
@@ -32,6 +33,8 @@ from jshard.training.report.run_files import (
 )
 from jshard.training.report.save_table import format_wait, save_table
 from jshard.training.report.series import Points, Series
+from jshard.training.report.step_times import StepTimes
+from jshard.training.report.time_section import goodput_section
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
@@ -41,7 +44,8 @@ _SHOWN = 6  # of these on the page
 _MOST_LEFT_OUT = 20  # lines of damage on the page
 
 # Values of the first step alone, the clock, or the reciprocal of another metric.
-_NO_CHART = ("step", "epoch", "step_time", "time_to_first_step", "time")
+_NO_CHART = {"step", "epoch", "time", "step_time", "time_to_first_step", "collect_time"}
+_NO_CHART |= {"spikes_in_a_row"}  # in the counts of skipped steps
 # Drawn beside the training metric, or listed in a table.
 _NO_CHART_PREFIX = ("eval_", "checkpoint_")
 _NO_CHART_SUFFIX = "_seen"  # rises with the steps
@@ -82,14 +86,16 @@ def write_report(
     for line in (*of_config, *of_notes):
         left_out.add(line)
     series: dict[str, Series] = {}
+    times = StepTimes()
     for values in read_numbers(workdir, left_out.add):
         if values["step"] > up_to:
             continue
+        times.add(values)
         for name, value in values.items():
             found = series.setdefault(name, Series())
             if value is not None:  # it was not finite
                 found.add(values["step"], value)
-    page = _render(workdir, config, series, notes, left_out, up_to)
+    page = _render(workdir, config, series, times, notes, left_out, up_to)
     replace_file(output or workdir / REPORT, printable(page))
 
 
@@ -97,6 +103,7 @@ def _render(
     workdir: Path,
     config: _Object,
     series: _Series,
+    times: StepTimes,
     notes: _Object,
     left_out: _LeftOut,
     up_to: float,
@@ -132,6 +139,13 @@ def _render(
         line_chart("Loss", _lines(series, "loss"), references=references, wide=True),
         tiles((value, name) for name, value in results.items()),
     ]
+    if math.isinf(up_to):  # the account of a step in between would be another
+        account = part("attempts", lambda: read_goodput(workdir, left_out.add), None)
+        if account is not None:
+            heading = "Where the time went"
+            sections.append(section(heading, goodput_section(account)))
+    if shown := part("step_time", times.render):
+        sections.append(section("Step times", shown))
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:
@@ -245,9 +259,10 @@ def _charts(series: _Series) -> Iterator[str]:
         if name == "mfu" or name.endswith("_per_second"):
             usual = _usual(values.samples)
             left_out = (len(values.samples) - len(usual)) * values.group
-            note = f", without {left_out} of {values.count} steps" * bool(left_out)
+            note = f" ({left_out} of {values.count} steps are outliers, not drawn)"
             if usual:
-                yield line_chart(f"{_title(name)}{note}", {"training": usual})
+                title = _title(name) + note * bool(left_out)
+                yield line_chart(title, {"training": usual})
             continue
         if chart := line_chart(_title(name), _lines(series, name)):
             yield chart
@@ -300,6 +315,8 @@ def _results(
     if losses := samples("loss"):
         step, loss = losses[-1]
         results[f"training loss at step {step}"] = f"{loss:.4f}"
+    for _, skipped in samples("skipped_steps")[-1:]:
+        results["steps without an update"] = f"{skipped:.0f}"
     for _, seconds in samples("time_to_first_step")[-1:]:
         results["time to first step"] = f"{seconds:.1f} s"
     for name in sorted(name for name in series if name.endswith("_per_second")):
@@ -310,11 +327,13 @@ def _results(
     waits, times = series.get("data_wait"), series.get("step_time")
     if waits and times and times.total > 0:
         share = waits.total / times.total
-        results["of the time of steps waited for data"] = f"{min(share, 1):.1%}"
+        results["of the step time was spent waiting for data"] = f"{min(share, 1):.1%}"
     if (blocked := median("checkpoint_blocked")) is not None:
         name = "held up training for a save, median"
         if step_time := median("step_time"):
-            name += f"; {blocked / step_time:.1%} of a step"
+            share = blocked / step_time
+            many, part = f"{share:.1f} steps", f"{share:.1%} of a step's time"
+            name += f"; as long as {many}" if share >= 1 else f"; {part}"
         results[name] = format_wait(blocked)
     return results
 

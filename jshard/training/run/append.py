@@ -25,6 +25,13 @@ class AppendedFile:
         self._waiting = b""
         self.synced = self._size
 
+    def is_torn(self) -> bool:
+        """Returns whether the file ends within a line, as a kill may leave it."""
+        if not self._size:
+            return False
+        self._file.seek(self._size - 1)
+        return self._file.read(1) != b"\n"
+
     def write(self, data: bytes) -> str:
         """Appends waiting data and `data`, as much as the disk takes."""
         self._waiting += data

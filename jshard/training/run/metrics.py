@@ -5,7 +5,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from jshard.storage.checkpoint import step_folders
 from jshard.storage.checkpoint.restore import CHECKPOINTS
 from jshard.system.errors import Preempted, RunFailed, UserError, warn
 from jshard.system.files.atomic import replace_file
+from jshard.system.files.lock import lock_folder
 from jshard.system.pages.png import png
 from jshard.training.report.run_report import (
     GENERATED,
@@ -27,7 +28,6 @@ from jshard.training.report.run_report import (
     write_report,
 )
 from jshard.training.run.append import AppendedFile
-from jshard.training.run.lock import lock_folder
 from jshard.training.run.loggers.services import Loggers
 from jshard.training.run.metrics_lines import METRICS, NEWEST, Line, cut_back
 
@@ -50,6 +50,7 @@ class RunFolder(AbstractContextManager):
       path: The folder; made if it does not exist.
       config: All keys of the run's config, nested.
       logger: The services that it logs to.
+      tracker: Makes the recipe's own tracker; None if it has none.
       recipe: The recipe's name.
       fitted_on: The devices for which keys of the config were chosen, in words; empty
         if none were.
@@ -61,6 +62,7 @@ class RunFolder(AbstractContextManager):
     Attributes:
       path: The folder.
       recorded: The config as it is written, with the recipe's name as `recipe`.
+      reached: The last step that earlier attempts at the run have metrics of.
 
     Raises:
       UserError: The folder cannot be written, is locked by another process, or holds
@@ -73,6 +75,7 @@ class RunFolder(AbstractContextManager):
         config: Mapping[str, Any],
         *,
         logger: LoggerSettings = _NO_LOGGER,
+        tracker: Callable[[], Any] | None = None,
         recipe: str = "",
         fitted_on: str = "",
         resume_from: int | None = None,
@@ -80,10 +83,11 @@ class RunFolder(AbstractContextManager):
         enabled: bool = True,
     ):
         self.path = path
-        self._given, self._logger = config, logger
+        self._given, self._logger, self._tracker = config, logger, tracker
         self.recorded: dict[str, Any] = {"recipe": recipe, **config}
         if fitted_on:
             self.recorded[FITTED_ON] = fitted_on
+        self.reached = 0
         self._enabled = enabled
         self._notes: dict[str, Any] = {}
         self._waits = False  # for a disk that is full
@@ -110,7 +114,7 @@ class RunFolder(AbstractContextManager):
             )
         if resume_from is not None:
             self._notes = read_notes(self.path)
-            cut_back(self.path, resume_from, restored)
+            self.reached = cut_back(self.path, resume_from, restored)
             self._notes["resumed"] = [*self._notes.get("resumed", []), resume_from]
             replace_file(self.path / NOTES, _json(self._notes, indent=2))
         elif metrics.exists() and metrics.stat().st_size:
@@ -119,9 +123,8 @@ class RunFolder(AbstractContextManager):
                 "to resume it from: give another"
             )
         ids = self._notes.get(LOGGERS, {}) if resume_from else {}
-        self._loggers = Loggers(
-            self._logger, flatten(self._given), self.path, ids, resume_from
-        )
+        values, own = flatten(self._given), self._tracker
+        self._loggers = Loggers(self._logger, values, self.path, ids, resume_from, own)
         replace_file(self.path / "config.json", _json(self.recorded, indent=2))
         self._metrics = AppendedFile(metrics)
         if self._loggers.ids:

@@ -80,17 +80,22 @@ def _evaluates(step: int, line: Line) -> bool:
     return line["step"] == step and "eval_loss" in line
 
 
-def cut_back(workdir: Path, step: int, restored: Sequence[Line] = ()) -> None:
+def cut_back(workdir: Path, step: int, restored: Sequence[Line] = ()) -> int:
     """Drops the lines of later steps, and puts restored ones in their places.
+
+    Returns the last step of them all.
 
     Raises:
       OSError: The folder cannot be written.
       UserError: A line is damaged.
     """
+    last = 0
     with replacing(workdir / METRICS) as file:
         for line in _merged(read_metrics(workdir), restored):
+            last = max(last, line["step"])
             if line["step"] <= step:
                 file.write(f"{json.dumps(line)}\n".encode())
+    return last
 
 
 def _merged(found: Iterator[Line], restored: Sequence[Line]) -> Iterator[Line]:

@@ -11,8 +11,9 @@ from typing import Any, Self
 from jshard.system.cli.terminal import outliving_terminal, show
 from jshard.system.formatting import format_count, format_duration, one_line, printable
 from jshard.training.run.live_line import LiveLine
+from jshard.training.run.notebook_line import NotebookLine
 
-_STEPS = ("step", "computing", "data")  # the phases between steps
+_STEPS = ("step", "computing", "hooks", "data")  # the phases between steps
 _LONG = 2.0  # seconds from which on one of these is shown
 _NAMED = 0.3  # seconds from which on a part of the start is named
 
@@ -20,7 +21,8 @@ _NAMED = 0.3  # seconds from which on a part of the start is named
 class ProgressDisplay:
     """Shows step, loss, speed, time left and the last evaluation; a context manager.
 
-    In a terminal it redraws one line; otherwise it prints a line for each logged step.
+    In a terminal or a notebook it redraws one line; otherwise it prints a line for each
+    logged step.
     The line shows the newest step whose metrics have arrived, which may be one or two
     behind the step that was started last; it never waits for a device. Until there is
     one, it shows what the run waits for.
@@ -52,8 +54,11 @@ class ProgressDisplay:
         self._waits = dict(waited)  # seconds by phase, before it
         self._step_time: float | None = None
         self._speed = self._evaluation = ""
-        self._line = LiveLine(steps, self._newest)
-        self._is_live = enabled and self._line.has_terminal()
+        if NotebookLine.has_notebook():
+            self._line, self._is_live = NotebookLine(steps, self._newest), enabled
+        else:
+            self._line = LiveLine(steps, self._newest)
+            self._is_live = enabled and self._line.has_terminal()
 
     def say(self, text: str) -> None:
         """Prints text that stays on the screen."""

@@ -78,7 +78,7 @@ def test_a_run_without_text_has_no_tasks():
         RunTasks(settings, text_keys(config), *state_of(gpt))
     config.data.tokenizer = ""
     made = state_of(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
-    with pytest.raises(UserError, match="eval_tasks: Linear is no decoder"):
+    with pytest.raises(UserError, match="eval_tasks: Linear is not a decoder"):
         RunTasks(settings, text_keys(config), *made)
 
 

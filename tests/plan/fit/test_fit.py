@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -21,7 +22,7 @@ from jshard.plan.planning import plan_recipe
 from jshard.recipe.build import abstract_batch, make_job, make_mesh
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import check, complete
-from jshard.recipe.config.settings import settings_of
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.layout.capacity import state_bytes
 from jshard.system.jobs.peers import Peers
@@ -67,12 +68,12 @@ def memory(monkeypatch):
     return limit
 
 
-def config_of(recipe, **settings):
+def configured(recipe, **settings):
     config = complete(recipe.get_config(), recipe.name)
     settings = {key.replace("__", "."): value for key, value in settings.items()}
     override(config, SMALL | settings, recipe.name)
     check(config)
-    return config
+    return configure(recipe, config)
 
 
 TRACED: dict[str, Traced] = {}  # what the same config gave before
@@ -81,17 +82,17 @@ FEW = {"batch_size": 4}  # so that there are one or two micro-batches, traced on
 
 def pick(recipe, usable, **settings):
     """What is chosen if XLA needs as much as estimated, and what was compiled."""
-    made, compiled = config_of(recipe, **settings), []
-    mesh = make_mesh(made)
+    made, compiled = configured(recipe, **settings), []
+    mesh = make_mesh(made.settings.mesh)
 
     def trace(candidate):
-        config = candidate.apply(made)
-        if (key := config.to_json()) not in TRACED:
-            job = make_job(recipe, config, mesh)
+        chosen = candidate.apply(made)
+        if (key := chosen.config.to_json()) not in TRACED:
+            job = make_job(chosen, mesh)
             state = job.abstract_state()
-            batch, _, _ = abstract_batch(recipe, config, mesh)
+            batch, _, _ = abstract_batch(chosen, mesh)
             jaxpr = job.train_step.trace(state, batch).jaxpr.jaxpr
-            micro_batches, axes = config.policy.accumulate, dict(mesh.shape)
+            micro_batches, axes = candidate.accumulate, dict(mesh.shape)
             TRACED[key] = Traced(jaxpr, state, micro_batches, axes, {})
         return TRACED[key]
 
@@ -100,17 +101,18 @@ def pick(recipe, usable, **settings):
         traced = trace(candidate)
         return state_bytes(traced.state) + step_bytes(traced.jaxpr), None
 
-    return fit(settings_of(made), mesh.size, usable, trace, compile), compiled
+    return fit(made.settings, mesh.size, usable, trace, compile), compiled
 
 
 def choose(recipe, workdir, **settings):
-    config = config_of(recipe, **settings)
-    mesh = make_mesh(config)
-    return make_fitted_job(recipe, config, mesh, None, workdir, Peers())
+    made = configured(recipe, **settings)
+    mesh = make_mesh(made.settings.mesh)
+    return make_fitted_job(made, mesh, None, workdir, Peers())
 
 
-def chosen(config):
-    return config.policy.remat, config.policy.accumulate
+def chosen(job: Any) -> tuple[str, int]:
+    policy = job.configured.settings.policy
+    return policy.remat, policy.accumulate
 
 
 def test_with_enough_memory_nothing_is_recomputed_nor_split(recipe):
@@ -138,9 +140,10 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
 ):
     memory(SCARCE)
     job, note = choose(recipe, tmp_path, policy__remat="full")
-    assert job.config.policy.accumulate > 1
-    assert note.startswith(f"remat full, {job.config.policy.accumulate} micro-batches")
-    assert " of 7.0 MiB a device; with " in note
+    _, micro_batches = chosen(job)
+    assert micro_batches > 1
+    assert note.startswith(f"remat full, {micro_batches} micro-batches")
+    assert " of 7.0 MiB per device; with " in note
     assert " would need " in note
     # The figure is that of the program that runs, which is compiled no second time.
     compiled = []
@@ -153,7 +156,7 @@ def test_with_little_memory_the_note_says_what_the_faster_choice_needs(
     request.addfinalizer(
         lambda: jax.monitoring.unregister_event_duration_listener(listen)
     )
-    batch, _, _ = abstract_batch(recipe, job.config, job.fsdp.mesh)
+    batch, _, _ = abstract_batch(job.configured, job.fsdp.mesh)
     state = job.abstract_state()
     step = job.train_step.trace(state, batch).lower().compile()
     assert not compiled
@@ -178,16 +181,16 @@ def test_a_key_that_is_given_stays(recipe, key, value):
 
 def test_a_config_without_open_keys_is_left_alone(recipe, tmp_path):
     job, note = choose(recipe, tmp_path, policy__remat="dots", policy__accumulate=2)
-    assert (chosen(job.config), note) == (("dots", 2), "")
+    assert (chosen(job), note) == (("dots", 2), "")
 
 
 @pytest.mark.slow
 def test_the_plan_chooses_like_the_trainer(recipe, memory, tmp_path):
     memory(SCARCE)
     job, _ = choose(recipe, tmp_path)
-    plan = plan_recipe(recipe, config_of(recipe), "attached")
-    assert chosen(plan.program.job.config) == chosen(job.config)
-    assert str(Candidate(*chosen(job.config))) in plan.chosen
+    plan = plan_recipe(configured(recipe), "attached")
+    assert chosen(plan.program.job) == chosen(job)
+    assert str(Candidate(*chosen(job))) in plan.chosen
 
 
 def test_if_nothing_fits_one_line_says_what_the_most_frugal_choice_needs(recipe):
@@ -205,20 +208,21 @@ def test_if_nothing_fits_one_line_says_what_the_most_frugal_choice_needs(recipe)
 
 
 def test_unresolved_keys_are_no_policy(recipe):
+    made = configured(recipe)
     with pytest.raises(jshard.UserError, match="fit"):
-        make_job(recipe, config := config_of(recipe), make_mesh(config))
+        make_job(made, make_mesh(made.settings.mesh))
 
 
 def test_micro_batches_divide_the_examples_of_a_device(recipe):
-    config = config_of(recipe, batch_size=96, policy__remat="names:qkv")
-    found = candidates(settings_of(config), 24)
+    made = configured(recipe, batch_size=96, policy__remat="names:qkv")
+    found = candidates(made.settings, 24)
     assert [(x.remat, x.accumulate) for x in found] == [
         ("names:qkv", 1), ("names:qkv", 2), ("names:qkv", 4),
     ]  # fmt: skip
 
 
 def train(recipe, workdir: Path, **settings) -> list[dict]:
-    config = config_of(recipe, **settings)
+    config = configured(recipe, **settings).config
     Trainer(recipe, config=config, workdir=workdir).fit(keeps_state=False)
     return [
         {k: x[k] for k in ("step", "loss", "grad_norm")}

@@ -51,7 +51,7 @@ def test_processes_choose_what_the_smallest_has_memory_for(tmp_path):
         assert job.wait() == [0, 0], job.err()
     one, other = (tmp_path / f"choice-{i}" for i in range(2))
     assert one.read_text() == other.read_text()
-    assert " of 6.0 MiB a device; " in one.read_text()
+    assert " of 6.0 MiB per device; " in one.read_text()
     assert one.read_text() in job.out()
     policy = json.loads((tmp_path / "run" / "config.json").read_text())["policy"]
     assert (policy["remat"], policy["accumulate"]) != ("none", 1)

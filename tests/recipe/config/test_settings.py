@@ -69,25 +69,42 @@ def test_a_key_and_its_field_have_one_type(key, annotation):
     assert [x for x in literal if isinstance(x, str)] == others
 
 
+FILES = {
+    file.relative_to(ROOT / "jshard"): ast.parse(file.read_text())
+    for room in ("recipe", "training", "plan", "inference")
+    for file in (ROOT / "jshard" / room).rglob("*.py")
+}
+BELOW = {file: tree for file, tree in FILES.items() if file.parts[0] != "recipe"}
+
+
+def test_settings_are_made_in_one_place():
+    calls = [
+        str(file)
+        for file, tree in FILES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "settings_of"
+    ]
+    assert calls == ["recipe/configured.py"]
+
+
+def test_outside_of_recipes_no_function_and_no_class_takes_a_config():
+    taken = [
+        f"{file}: {ast.unparse(node)}"
+        for file, tree in BELOW.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg | ast.AnnAssign)
+        and "ConfigDict" in ast.unparse(node.annotation or ast.Constant(None))
+    ]
+    door = "training/trainer.py: self.config: ConfigDict = "
+    assert [x for x in taken if not x.startswith(door)] == []
+
+
 def test_outside_of_recipes_a_config_is_handed_on_and_not_read():
-    read = []
-    for room in ("training", "plan", "inference"):
-        for file in (ROOT / "jshard" / room).rglob("*.py"):
-            tree = ast.parse(file.read_text())
-            configs = {
-                node.arg
-                for node in ast.walk(tree)
-                if isinstance(node, ast.arg) and _is_config(node.annotation)
-            }
-            for node in ast.walk(tree):
-                if not isinstance(node, ast.Attribute | ast.Subscript):
-                    continue
-                of = ast.unparse(node.value)
-                if of in {*configs, "self.config", "job.config", "run.job.config"}:
-                    read.append(f"{file.name}: {ast.unparse(node)}")
-    recorded = {"prepared_run.py: self.job.config.to_dict", "fitted.py: config.to_dict"}
-    assert set(read) - recorded == set()
-
-
-def _is_config(annotation: ast.expr | None) -> bool:
-    return annotation is not None and "ConfigDict" in ast.unparse(annotation)
+    read = [
+        f"{file}: {ast.unparse(node)}"
+        for file, tree in BELOW.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Subscript)
+        and ast.unparse(node.value).endswith(("configured.config", "self.config"))
+    ]
+    assert read == []

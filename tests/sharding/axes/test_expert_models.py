@@ -132,8 +132,11 @@ def test_the_note_compares_tokens_with_experts():
         for line in describe(fsdp, state, shards, train_step).splitlines()
         if line.startswith("experts")
     ]
-    assert "split over 4 devices: tokens move 31.1 KiB a device and step;" in line
-    assert line.endswith("whole experts would move 216.0 KiB")
+    assert (
+        "split over 4 devices: exchanging tokens moves 31.1 KiB per device and step;"
+        in line
+    )
+    assert line.endswith("gathering all experts would move 216.0 KiB")
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ import hlo
 import jshard
 from jshard.sharding.collectives import quantized
 from jshard.sharding.collectives.gather import all_gather
-from jshard.sharding.collectives.quantized import BLOCK, dequantize, quantize
+from jshard.sharding.float8 import scales
+from jshard.sharding.float8.scales import BLOCK, dequantize, quantize
 from jshard.sharding.layout.placement import Placement, Sharding, Weight
 
 # Half the distance between neighbours, relative to the block's largest value (int8) or
@@ -35,12 +36,12 @@ def round_trip(x: jax.Array, dtype: str) -> jax.Array:
 
 @jax.jit
 def float8_values(x: jax.Array) -> jax.Array:
-    scale = quantized.tensor_scale(quantized.largest(x), jnp.float8_e4m3fn)
-    values = quantized.to_float8(x, scale, jnp.float8_e4m3fn)
+    scale = scales.tensor_scale(scales.largest(x), jnp.float8_e4m3fn)
+    values = scales.to_float8(x, scale, jnp.float8_e4m3fn)
     return values.astype(jnp.float32) * scale
 
 
-tensor_scale = jax.jit(quantized.tensor_scale, static_argnums=1)
+tensor_scale = jax.jit(scales.tensor_scale, static_argnums=1)
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:

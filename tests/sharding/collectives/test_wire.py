@@ -24,7 +24,7 @@ from decoder import (
     make_fsdp,
     policies,
 )
-from jshard.sharding.collectives.quantized import BLOCK
+from jshard.sharding.float8.scales import BLOCK
 from jshard.sharding.layout.layer_dims import layer_dims
 from parity import every_pair
 

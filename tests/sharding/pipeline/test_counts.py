@@ -1,5 +1,7 @@
 """What a pipelined step sends, gathers and keeps, counted."""
 
+import collections
+import functools
 from typing import Any
 
 import jax
@@ -90,15 +92,30 @@ def test_counts_are_those_of_a_device_and_of_moves(fields):
     }
 
 
-def test_a_tick_waits_for_the_one_before_to_gather_its_weights():
-    """Without a barrier XLA could gather them ahead of all ticks, and keep them."""
+@functools.cache
+def step_of_layers() -> Any:
+    """The program of a step in two stages, whose loss is one Mean."""
     fsdp, tx = jshard.FSDP(mesh_of(pipe=2, fsdp=2), policy_of(2)), optax.sgd(0.1)
     state = fsdp.abstract_state(Layers, tx)
     batch = abstract_batch(jax.ShapeDtypeStruct((8, 8), np.float32), fsdp.mesh)
-    jaxpr = fsdp.train_step(mean, tx).trace(state, batch).jaxpr.jaxpr
+    return fsdp.train_step(mean, tx).trace(state, batch).jaxpr.jaxpr
+
+
+def test_a_count_of_the_loss_is_summed_once_in_a_stage_and_not_over_stages():
+    psums = [x for x in nested(step_of_layers().eqns) if "psum" in x.primitive.name]
+    summed = collections.Counter(
+        (x.params["axes"], var.aval.dtype.kind) for x in psums for var in x.invars
+    )
+    devices = ("replica", "fsdp")
+    count, total = (devices, "i"), (devices, "f")
+    assert summed == {count: 1, total: 1, (("pipe",), "f"): 1}
+
+
+def test_a_tick_waits_for_the_one_before_to_gather_its_weights():
+    """Without a barrier XLA could gather them ahead of all ticks, and keep them."""
     (ticks,) = [
         eqn.params["jaxpr"].jaxpr
-        for eqn in nested(jaxpr.eqns)
+        for eqn in nested(step_of_layers().eqns)
         if eqn.primitive.name == "scan" and has(eqn, {"ppermute"})
     ]
     (fixed,) = [x for x in ticks.eqns if x.primitive.name == "optimization_barrier"]

@@ -70,7 +70,7 @@ REFUSED = {
     ),
     "groups": (
         {"mesh": {"pipe": 2}, "stages_per_device": 2, "accumulate": 3},
-        "accumulate=3 is no multiple",
+        "accumulate=3 is not a multiple",
     ),
     "aux": (
         {"make_model": of_layers(lambda rngs: WithAux(8, 8, rngs=rngs))},

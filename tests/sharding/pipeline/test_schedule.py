@@ -125,7 +125,7 @@ def _when(plan):
 
 def test_interleaved_stages_take_micro_batches_in_groups():
     check_micro_batches(4, 6, 1)
-    with pytest.raises(UserError, match=r"accumulate=6 is no multiple .* choose 8"):
+    with pytest.raises(UserError, match=r"accumulate=6 is not a multiple .* choose 8"):
         check_micro_batches(4, 6, 2)
 
 

@@ -1,6 +1,7 @@
 """What is given to FSDP and is no model, no optimizer, no module type: one line."""
 
 import re
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -77,6 +78,13 @@ def test_an_nnx_optimizer_is_refused_in_one_line_that_names_its_transformation(m
         getattr(fsdp, method)(first, nnx.Optimizer(model, TX, wrt=nnx.Param))
 
 
+def test_an_fsdp_is_shown_with_its_mesh_units_and_policy():
+    policy = jshard.Policy(remat="dots")
+    shown = repr(jshard.FSDP(make_mesh(1, 8), policy, units=(Residual, nnx.Embed)))
+    assert shown == f"FSDP(replica=1 x fsdp=8; units: Residual, Embed; {policy!r})"
+    assert "remat='dots'" in shown
+
+
 @pytest.mark.parametrize(
     ("units", "message"),
     [
@@ -116,3 +124,14 @@ def test_a_seed_out_of_range_is_one_line(seed):
     fsdp = jshard.FSDP(jshard.make_mesh())
     with pytest.raises(jshard.UserError, match=f"seed={seed}: give a whole number"):
         fsdp.init(lambda rngs: nnx.Linear(2, 2, rngs=rngs), optax.sgd(1.0), seed=seed)
+
+
+def test_a_state_that_is_shaped_twice_costs_one_warning():
+    """A run shapes it before it makes it, and a notebook would show both warnings."""
+    fsdp = jshard.FSDP(make_mesh(1, 8), jshard.Policy(min_shard_elements=1))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            fsdp.abstract_state(lambda rngs: nnx.Linear(8, 64, rngs=rngs), TX)
+    (one,) = said
+    assert "100% of the parameters are in no Stack or Unit" in str(one.message)

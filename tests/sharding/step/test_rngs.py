@@ -194,7 +194,7 @@ TAKE = re.escape("take rngs (def loss_fn(model, batch, rngs))")
         ),
         (
             lambda m, b: jshard.Mean(jax.lax.pmean(jnp.sum(b["x"]), "batch"), 1),
-            "over 'batch', which is no axis of the mesh .'replica', 'fsdp'.; leave it",
+            "over 'batch', which is not an axis of the mesh .'replica', 'fsdp'.; leave",
         ),
         (lambda m, b, key: of_output(b["x"]), "cannot be: missing a required argument"),
     ],

@@ -274,7 +274,7 @@ def held():
         (lambda m, x: m.layer.logs(x), "puts arrays into its attribute 'log', a Res"),
         (
             lambda m, x: m.layer.writes(x, context=Result(x)),
-            "puts arrays into its argument 'context', a Result, which is no pytree",
+            "puts arrays into its argument 'context', a Result, which is not a pytree",
         ),
         (
             lambda m, x: m.layer(x, nnx.State({})),
@@ -286,7 +286,7 @@ def held():
         ),
         (
             lambda m, x: m.layer.appends(x, {"all": []}),
-            "puts into its argument 'seen' a function, which is no pytree",
+            "puts into its argument 'seen' a function, which is not a pytree",
         ),
         (
             lambda m, x: m.stack(x, {}),

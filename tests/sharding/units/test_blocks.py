@@ -13,8 +13,8 @@ import pytest
 
 import jshard
 from jshard.plan.start_up import describe, traffic
-from jshard.sharding.collectives.quantized import exponents, power_of_two, to_float8
 from jshard.sharding.float8 import blocks, formats
+from jshard.sharding.float8.scales import exponents, power_of_two, to_float8
 from jshard.sharding.step import checks
 from multiplied import (
     HIDDEN,

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.sharding.units.model import make_parallel
+from jshard.sharding.axes.tensor import make_parallel
 from jshard.system.compat.flax_modules import is_pytree
 from zoo_layers import WIDTH, Dense
 

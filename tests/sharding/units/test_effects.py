@@ -14,7 +14,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.sharding.units.outside.shards import shard_of
+from jshard.sharding.collectives.shards import shard_of
 from runs import POLICY, compare
 from zoo_layers import LAYERS, WIDTH, Dense, example
 

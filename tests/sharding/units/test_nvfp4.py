@@ -12,8 +12,7 @@ import pytest
 import jshard
 from jshard.plan.cost.traffic import least
 from jshard.plan.start_up import describe, traffic
-from jshard.sharding.collectives import float4
-from jshard.sharding.float8 import blocks, formats
+from jshard.sharding.float8 import blocks, float4, formats
 from jshard.sharding.float8.products import fits
 from multiplied import (
     HIDDEN,

@@ -46,7 +46,7 @@ def linearized(remat: Any, fn: Any = layer) -> tuple[Layer, list[Any]]:
     """A layer, and the arrays that its program closes over, the last of its args."""
     traced = trace_layer(fn, inputs(), PLACES)
     made = Layer(traced, PLACES, UnitPolicy(remat), prevent_cse=False)
-    return made, list(traced[1].consts)
+    return made, list(traced.program.consts)
 
 
 def kept(made: Layer, consts: list[Any]) -> Counter:
@@ -113,7 +113,7 @@ def test_the_first_k_layers_alone_are_recomputed(first_k):
     runs = layers.spans(policy, LENGTH)
     traced = trace_layer(layer, inputs(), PLACES)
     segments = segments_of(traced, PLACES, policy, runs, prefetch=False)
-    full, none, consts = POLICIES["full"][1], POLICIES["none"][1], traced[1].consts
+    full, none, consts = POLICIES["full"][1], POLICIES["none"][1], traced.program.consts
     of_layers = [
         kept(segment.layer, consts)
         for segment in segments

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jshard
-from jshard.sharding.collectives import float4
 from jshard.sharding.collectives.gather import gather
-from jshard.sharding.collectives.quantized import power_of_two
+from jshard.sharding.collectives.in_float8 import in_float8
+from jshard.sharding.float8 import float4
 from jshard.sharding.float8.products import Float8
-from jshard.sharding.float8.weights import in_float8
+from jshard.sharding.float8.scales import power_of_two
 from jshard.sharding.layout.placement import Placement, Sharding, Weight
 
 E4M3 = ml_dtypes.float8_e4m3fn

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard
 from filled import filled
-from jshard.sharding.update import loss_scale
+from jshard.sharding.update.skipping import loss_scale
 from jshard.system.errors import RunFailed
 from jshard.training.non_finite import check_finite
 

@@ -180,8 +180,8 @@ def test_a_state_in_host_memory_evaluates_and_restores_where_it_was(tmp_path):
 @pytest.mark.parametrize(
     ("tx", "said"),
     [
-        (ADAM, "the optimizer updates one alone as it does among all"),
-        (jshard.optim.per_layer(optax.lamb(1e-3)), "as per_layer says"),
+        (ADAM, "the optimizer updates each layer independently of the others"),
+        (jshard.optim.per_layer(optax.lamb(1e-3)), "the optimizer is in per_layer"),
     ],
     ids=["own", "per_layer"],
 )
@@ -190,8 +190,8 @@ def test_the_note_says_what_is_in_host_memory(tx, said):
     note = describe(fsdp, state, BATCH, step)
     sharded = [x for x in jax.tree.leaves(state.params) if len(x.sharding.spec)]
     held = 3 * 4 * sum(x.size for x in sharded) // 8  # with both moments
-    assert f", {held / 1024:.1f} KiB a device in host memory" in note
-    assert f"a layer of a Stack at a time: {said}" in note
+    assert f", {held / 1024:.1f} KiB per device in host memory" in note
+    assert f"one layer of a Stack at a time: {said}" in note
 
 
 # Errors.

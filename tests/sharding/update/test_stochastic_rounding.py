@@ -18,7 +18,7 @@ from jax import lax
 import hlo
 import jshard
 from decoder import Sizes, lower_update, make_decoder, make_fsdp, values_like
-from jshard.sharding.collectives.random_bits import random_bits
+from jshard.sharding.float8.random_bits import random_bits
 from jshard.sharding.update.bf16_moments import round_to_bf16
 from jshard.sharding.update.end_of_step import update
 from jshard.sharding.update.whole_layers import sharded_update

@@ -11,7 +11,8 @@ from flax import nnx
 
 import jshard
 from jshard.sharding.settings.state import LossScale
-from jshard.sharding.update import ema, loss_scale
+from jshard.sharding.update import ema
+from jshard.sharding.update.skipping import loss_scale
 from jshard.sharding.update.whole_layers import _dim
 
 

@@ -90,7 +90,9 @@ def test_what_is_wrong_is_one_line(url, server, monkeypatch):
         files.write_text(nobody, "")
     if isinstance(server, S3):  # fake-gcs-server stores no such name
         files.write_text(f"{url}-up/../x", "")
-        with pytest.raises(UserError, match=r"up/../x is no path on a disk; rename"):
+        with pytest.raises(
+            UserError, match=r"up/../x is not a valid path on a disk; rename"
+        ):
             files.downloaded(f"{url}-up")
     put(url, a="one")
     usage = namedtuple("usage", "free")

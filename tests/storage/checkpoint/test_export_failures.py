@@ -106,7 +106,7 @@ def test_a_full_disk_leaves_nothing(run, there, command, monkeypatch, tmp_path):
     code, _, err = command(run[0], "--output", out, "--max_shard_size=5KB")
     assert code == 1
     assert err == (
-        f"jshard: error: the disk is full: nothing of the export is left in {out}\n"
+        f"jshard: error: the disk is full: what was written to {out} has been removed\n"
     )
     assert [file.name for file in tmp_path.rglob("*")] == (
         ["out", "tokenizer.json"] if there else []

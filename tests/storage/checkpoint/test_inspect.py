@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from checkpoints import at_step, data_file, flip_bit
+from command_line import shown
 from jshard import inspect
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
-from jshard.system.cli import command
 from known_states import abstract, make_state
 
 
@@ -39,24 +39,10 @@ def run(saved, tmp_path) -> Path:
     return shutil.copytree(saved, tmp_path / "run")
 
 
-def shown(monkeypatch, capsys, *words: object) -> tuple[int, str, str]:
-    """The exit code, output and errors of the command line."""
-    monkeypatch.setattr(sys, "argv", ["jshard.inspect", *map(str, words)])
-    # The platform is for a process of its own.
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    code: Any = 0
-    try:
-        command.run_command(inspect._inspect)
-    except SystemExit as ended:
-        code = ended.code
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
     saved, monkeypatch, capsys
 ):
-    code, out, err = shown(monkeypatch, capsys, saved)
+    code, out, err = shown(monkeypatch, capsys, inspect._inspect, saved)
     assert (code, err) == (0, "")
     for part in (
         "2 checkpoints, the newest is shown",
@@ -70,6 +56,19 @@ def test_the_newest_checkpoint_is_shown_with_all_that_describes_it(
         "(4, 16, 16)  stacked",
     ):
         assert part in out
+    assert "was training" not in out  # it has no account
+
+
+def test_where_a_runs_time_went_is_the_first_line(run, monkeypatch, capsys):
+    line = {
+        "attempt": 1, "from_step": 0, "reached": 0, "started": 5.0, "time": 25.0,
+        "step": 8, "seconds": {"starting": 5.0, "training": 15.0},
+    }  # fmt: skip
+    (run / "attempts.jsonl").write_text(f"{json.dumps(line)}\n")
+    code, out, _ = shown(monkeypatch, capsys, inspect._inspect, run)
+    assert code == 0
+    first = "of 20 s in 1 attempt, 75% was training; 25% starting"
+    assert out.splitlines()[0] == first
 
 
 def test_metrics_that_are_arrays_are_numbers():
@@ -98,7 +97,7 @@ def test_a_hundred_arrays_fit_a_screen_and_are_listed_in_full_if_asked_for(
     config = {f"key_{i}": "v" for i in range(100)}
     step = run / "checkpoints/8"
     description(step, [*params, *moments], config)
-    code, out, err = shown(monkeypatch, capsys, step)
+    code, out, err = shown(monkeypatch, capsys, inspect._inspect, step)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert len(lines) < 25
@@ -113,7 +112,7 @@ def test_a_hundred_arrays_fit_a_screen_and_are_listed_in_full_if_asked_for(
     (more,) = [line for line in lines if line.endswith("more: --full")]
     named = out.count("=v")
     assert more.split()[:2] == ["and", str(100 - named)]
-    _, out, _ = shown(monkeypatch, capsys, step, "--full")
+    _, out, _ = shown(monkeypatch, capsys, inspect._inspect, step, "--full")
     assert out.count("=v") == 100
     for name in (*params, *moments):
         assert f"{name} " in out
@@ -122,19 +121,19 @@ def test_a_hundred_arrays_fit_a_screen_and_are_listed_in_full_if_asked_for(
 def test_arrays_are_not_read(run, monkeypatch, capsys):
     for step in (4, 8):
         data_file(run / f"checkpoints/{step}").unlink()
-    code, out, _ = shown(monkeypatch, capsys, run)
+    code, out, _ = shown(monkeypatch, capsys, inspect._inspect, run)
     assert code == 0
     assert "params.layers.linear.kernel" in out
 
 
 def test_verifying_names_every_damaged_file_and_exits_2(run, monkeypatch, capsys):
-    code, out, _ = shown(monkeypatch, capsys, run, "--verify")
+    code, out, _ = shown(monkeypatch, capsys, inspect._inspect, run, "--verify")
     assert code == 0
     assert "checkpoints/4: intact\n" in out
     assert "checkpoints/8: intact\n" in out
     file = data_file(run / "checkpoints/4")
     flip_bit(file)
-    code, out, err = shown(monkeypatch, capsys, run, "--verify")
+    code, out, err = shown(monkeypatch, capsys, inspect._inspect, run, "--verify")
     assert code == 2
     assert f"{file.name} has another checksum" in out
     assert "checkpoints/8: intact\n" in out
@@ -159,7 +158,7 @@ def test_what_cannot_be_shown_is_one_line(
 ):
     monkeypatch.chdir(tmp_path if words != ["."] else Path(__file__).parent)
     (run / "checkpoints/8/description.json").unlink()
-    code, _, err = shown(monkeypatch, capsys, *words)
+    code, _, err = shown(monkeypatch, capsys, inspect._inspect, *words)
     assert code == 2
     assert err.startswith("jshard: error: ")
     assert said in err
@@ -170,7 +169,7 @@ def test_every_checkpoint_that_can_be_is_shown_beside_one_that_cannot(
     run, monkeypatch, capsys
 ):
     (run / "checkpoints/8/description.json").write_text("[]")
-    code, out, err = shown(monkeypatch, capsys, run)
+    code, out, err = shown(monkeypatch, capsys, inspect._inspect, run)
     assert code == 2
     assert err.startswith("jshard: error: 1 of 2 checkpoints cannot be shown: checkp")
     assert "8 is damaged: description.json describes no checkpoint" in err
@@ -179,7 +178,7 @@ def test_every_checkpoint_that_can_be_is_shown_beside_one_that_cannot(
     assert "step        4, saved 20" in out
     assert "(4, 16, 16)  stacked" in out
     (run / "checkpoints/4/manifest.json").write_text('{"format": 99}')
-    code, out, err = shown(monkeypatch, capsys, run, "--verify")
+    code, out, err = shown(monkeypatch, capsys, inspect._inspect, run, "--verify")
     assert code == 2
     assert "4 was written by a newer jshard" in out
     assert err == "jshard: error: 2 of 2 checkpoints damaged\n"
@@ -191,7 +190,7 @@ def test_every_checkpoint_that_can_be_is_shown_beside_one_that_cannot(
 def test_a_description_of_another_kind_is_one_line(text, run, monkeypatch, capsys):
     step = run / "checkpoints/8"
     (step / "description.json").write_text(text)
-    code, _, err = shown(monkeypatch, capsys, step)
+    code, _, err = shown(monkeypatch, capsys, inspect._inspect, step)
     assert code == 2
     assert err.startswith(f"jshard: error: checkpoint {step} is damaged: description")
     assert err.count("\n") == 1
@@ -202,7 +201,7 @@ def test_a_folder_that_cannot_be_read_is_one_line(run, monkeypatch, capsys):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    code, _, err = shown(monkeypatch, capsys, run)
+    code, _, err = shown(monkeypatch, capsys, inspect._inspect, run)
     assert (code, err) == (
         2,
         f"jshard: error: cannot read {run}: Permission denied\n",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,18 @@ from jshard.storage.checkpoint.metadata import FILE
 from jshard.system.errors import UserError
 
 
-def expired(folder: Path, steps: dict[int, float | None], newest: int, **options):
-    """The steps to delete of those with these losses."""
-    folders = {}
+def expired(
+    folder: Path, steps: dict[int, float | None], newest: int, saved=None, **options
+):
+    """The steps to delete of those with these losses, and times if they have any."""
+    folders, saved = {}, saved or {}
     for step, loss in steps.items():
         folders[step] = folder / f"{step}"
         folders[step].mkdir(exist_ok=True)
         metrics = {} if loss is None else {"loss": loss}
         about = {
-            "step": step, "processes": 1, "created": "", "stacks": [], "versions": {},
+            "step": step, "processes": 1, "stacks": [], "versions": {},
+            "created": saved.get(step, ""),
             "mesh": {}, "metrics": metrics, "config": {}, "arrays": {},
         }  # fmt: skip
         (folders[step] / FILE).write_text(json.dumps(about))
@@ -50,6 +54,24 @@ def test_the_last_the_regular_and_the_best_stay(options, gone, tmp_path):
     assert expired(tmp_path, LOSSES, 8, **options) == gone
 
 
+def test_one_step_of_each_period_of_hours_stays_also_over_several_deletions(tmp_path):
+    start = datetime(2026, 3, 29, tzinfo=UTC)
+    there, options = {}, {"keep": 2, "keep_hours": 1.5}
+    for step in range(1, 13):  # one each half hour; the fifth says nothing of its time
+        there[step] = None
+        saved = {i: (start + i * timedelta(minutes=30)).isoformat() for i in there}
+        saved[5] = "noon"
+        for gone in expired(tmp_path, there, step, saved, **options):
+            del there[gone]
+    assert [*there] == [1, 4, 7, 10, 11, 12]
+
+
+def test_hours_longer_than_any_run_keep_the_first_step_alone(tmp_path):
+    saved = {1: "2026-03-29T00:00:00", 2: "2026-03-30T00:00:00+00:00"}  # by other hands
+    there = dict.fromkeys((1, 2, 3))
+    assert expired(tmp_path, there, 3, saved, keep=1, keep_hours=1e300) == [2]
+
+
 def test_later_steps_of_a_run_that_went_back_are_left_alone(tmp_path):
     assert expired(tmp_path, LOSSES, 3, keep=1) == [1, 2]
     assert expired(tmp_path, LOSSES, 3, keep=1, keep_every=2) == [1]
@@ -71,6 +93,8 @@ def test_a_step_whose_description_is_damaged_is_not_the_best(tmp_path):
         ({"keep_every": -1}, False),
         ({"keep_every": 0}, True),
         ({"keep": 2, "keep_every": 1}, True),
+        ({"keep_hours": -0.5}, False),
+        ({"keep_hours": float("nan")}, False),
     ],
 )
 def test_what_keeps_nothing_is_refused(options, fine, tmp_path):

@@ -1,5 +1,6 @@
 """Copies of a run's state on its own host: bit for bit, or not used, and said."""
 
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from jshard.storage.checkpoint.local.exchange import _Server
 from jshard.storage.checkpoint.local.pieces import neighbors
 from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
+from jshard.system.network.authenticated import Stranger, Strangers, call
 from known_states import abstract, make_state
 from resumable import read_metrics
 from stopped_runs import RECIPE, train
@@ -211,12 +213,25 @@ def test_another_users_folder_is_refused(tmp_path):
 
 
 def test_a_stranger_gets_nothing(folder):
-    server = _Server("127.0.0.1", folder, "token")
-    request = b'{"owner": 0, "step": 8, "ranges": [[0, 100]]}\n'
-    for token, size in ((b"token", 100), (b"another", 0), (b"\xff", 0)):
-        with socket.create_connection(server.socket.getsockname()) as connection:
-            connection.sendall(token + b"\n" + request)
-            assert len(connection.makefile("rb").read()) == size
+    said: list[str] = []
+    secret = b"the job's secret"
+    server = _Server("127.0.0.1", folder, secret, Strangers(said.append, "process 0"))
+    address = server.socket.getsockname()
+    request = {"owner": 0, "step": 8, "ranges": [[0, 100]]}
+    with call(address, "copies", secret) as connection:
+        connection.send(**request)
+        part = np.empty(100, np.uint8)
+        connection.receive_bytes(part)
+    assert part.tobytes() == (folder / "0/8.bytes").read_bytes()[:100]
+    for purpose, other in (("copies", b"another secret"), ("meeting", secret)):
+        with pytest.raises(Stranger, match="has another secret"):
+            call(address, purpose, other)
+    with socket.create_connection(address) as connection:
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        (greeting,) = connection.makefile("rb").readlines()
+        assert greeting.startswith(b"jshard 1 ")
+    line = "process 0: turned away 127.0.0.1, which does not know the job's secret"
+    assert said == [line]
     server.shutdown()
     server.server_close()
 
@@ -267,7 +282,9 @@ def test_a_run_goes_on_from_its_copy_and_removes_it_at_the_end(tmp_path, capsys)
     assert f"resuming {run} after step 9, from the hosts' copies" in out
     told = r"lacked lines of steps \d to 9: restored from the copy saved with the state"
     assert re.search(told, out), out
-    assert re.search(r"2 x [\d.]+ KiB a process; against killed processes only", out)
+    assert re.search(
+        r"2 x [\d.]+ KiB per process; they survive killed processes only", out
+    )
     after = read_metrics(run)
     assert after[:-1] == before  # steps 10 and 11 are computed again
     assert after[-1]["step"] == 12

@@ -26,6 +26,7 @@ from jshard.system.errors import RunFailed, UserError
 from jshard.system.jobs.peers import Peers
 from known_states import abstract, make_state
 
+SECRET = b"the processes' secret"
 SHARED = 2  # pieces that both processes have
 
 
@@ -92,7 +93,7 @@ class Hosts:
         told: dict = collections.defaultdict(dict)
         self.copies = self.both(
             lambda i: LocalCopies(
-                self.root / f"{i}", "/run", abstract(), Member(i, told)
+                self.root / f"{i}", "/run", abstract(), Member(i, told), SECRET
             )
         )
 
@@ -238,10 +239,10 @@ def test_a_copy_that_fails_on_one_host_is_removed_on_both(hosts, monkeypatch):
     hosts.keep(3)
     keep = exchange._Request._keep
 
-    def refuse(self, label: Label, folder: Path) -> None:
+    def refuse(self, connection: Any, label: Label, folder: Path) -> None:
         if label.owner == 0:
             raise OSError(28, "No space left on device")
-        keep(self, label, folder)
+        keep(self, connection, label, folder)
 
     monkeypatch.setattr(exchange._Request, "_keep", refuse)
     for ended in hosts.keep(6):
@@ -257,15 +258,15 @@ def test_what_protects_from_what_is_described(hosts):
     for index, copies in enumerate(hosts.copies):
         line = copies.describe(5)
         assert line.startswith(f"every 5 steps in {hosts.folder(index)}, 2 x ")
-        assert " for its neighbor; against a lost host" in line
+        assert " for its neighbor; they survive a lost host" in line
     object.__setattr__(hosts.copies[0]._division, "alone", [0, division.alone[1]])
     assert (
         hosts.copies[0]
         .describe(5)
-        .endswith("; against a lost host, of which replicas have the state")
+        .endswith("; they survive a lost host: replicas have the same state")
     )
     alone = LocalCopies(hosts.root / "0", "/other", abstract(), Peers())
-    assert alone.describe(5).endswith("killed processes only, as there is one host")
+    assert alone.describe(5).endswith("killed processes only: there is one host")
 
 
 @pytest.mark.parametrize(("left", "fine"), [(0, True), (1, False)])

@@ -56,14 +56,14 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         without("random", "model_state.mean"),
         "no layer_dims or random",
     ),
-    "no stacks": (lambda about: about.pop("stacks"), "stacks is no list"),
-    "stacks of numbers": (of_all(stacks=[3]), "stacks is no list"),
+    "no stacks": (lambda about: about.pop("stacks"), "stacks is not a list"),
+    "stacks of numbers": (of_all(stacks=[3]), "stacks is not a list"),
     "half a character": (
         lambda about: about["arrays"].update({"opt.\ud800": {}}),
         "half a character",
     ),
     "no source of frozen ones": (of_all(frozen_from={}), "frozen_from has no path"),
-    "a list for that": (of_all(frozen_from=[]), "frozen_from is no JSON object"),
+    "a list for that": (of_all(frozen_from=[]), "frozen_from is not a JSON object"),
     "a path with a zero": (of_all(frozen_from=SOURCE | {"path": "a\0"}), "zero byte"),
     "a home of nobody": (
         of_all(frozen_from=SOURCE | {"path": "~no-such-user/a"}),

@@ -78,7 +78,7 @@ class Wide(Model):
             Model, optax.sgd(1e-3, momentum=0.9), {},
             "has no state of this optimizer: .*restore_optimizer=False",
         ),
-        (Model, TX, {"params_at": "1"}, "params_at='1' is no place of the parameters"),
+        (Model, TX, {"params_at": "1"}, "'1' is not where the parameters can be"),
         (Model, TX, {"step": 4}, "is one checkpoint: leave out step=4"),
     ],
 )  # fmt: skip

@@ -111,7 +111,9 @@ def test_what_names_no_checkpoint_is_refused_in_one_line(given, step, said, run)
 
 
 def test_a_name_on_the_hub_has_no_steps():
-    with pytest.raises(UserError, match="--step=best: org/model is no run, but a name"):
+    with pytest.raises(
+        UserError, match="--step=best: org/model is not a run, but a name"
+    ):
         model_path("org/model", "best")
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import jshard
 from jshard.models import llama_huggingface as huggingface
 from jshard.models.llama import Llama, LlamaConfig
-from jshard.storage.hub.parameters import init_from
+from jshard.recipe.source import init_from
 from tiny_llama import make_llama
 
 pytest.importorskip("tokenizers")

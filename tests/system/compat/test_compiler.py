@@ -10,6 +10,7 @@ import jshard
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.config.policy_keys import parse_options
 from jshard.recipe.config.run_config import complete
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.system.compat import xla_options
 
@@ -70,7 +71,8 @@ def test_a_config_sets_options_as_name_and_value():
     with open_recipe(find_recipe("gpt.py")) as recipe:
         config = complete(recipe.get_config(), "gpt.py")
         config.compiler_options = ("xla_cpu_enable_fast_math=True",)
-        job = make_job(recipe, config, make_mesh(config))
+        configured = configure(recipe, config)
+        job = make_job(configured, make_mesh(configured.settings.mesh))
     assert job.fsdp.compiler_options == {"xla_cpu_enable_fast_math": True}
 
 

@@ -100,12 +100,14 @@ def test_the_pods_of_the_jobset_train_together(project):
     assert words != container["command"]
     assert f"--num_processes={job['completions']}" in words
     words[0] = sys.executable
+    (secret,) = [variable["name"] for variable in container["env"]]
     pods = [
         subprocess.Popen(
             words,
             cwd=project,
             env=environment()
-            | {"JOB_COMPLETION_INDEX": str(index), "JSHARD_HOST": f"pod{index}"},
+            | {"JOB_COMPLETION_INDEX": str(index), "JSHARD_HOST": f"pod{index}"}
+            | {secret: "of kubectl create secret"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

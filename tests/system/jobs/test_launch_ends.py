@@ -148,6 +148,10 @@ def test_processes_whose_launcher_is_killed_save_and_end_at_once_and_say_so(
         )
         for index in range(2)
     ]
+    for child in wrapped:
+        assert child.stdin is not None
+        child.stdin.write("the job's secret\n")
+        child.stdin.flush()
     wait_until(lambda: heard.exists() and heard.read_text().count("started") == 2)
     for index, child in enumerate(wrapped):
         assert child.stdin is not None
@@ -171,10 +175,19 @@ def test_a_process_that_does_not_end_without_its_launcher_is_killed(tmp_path):
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
+        child.stdin.write(b"the job's secret\n")
+        child.stdin.flush()
         assert child.stdout.readline() == b"on\n"
         child.stdin.close()
         assert child.wait(10) == 128 + signal.SIGKILL
         os.killpg(child.pid, signal.SIGKILL)  # the sleep
+
+
+def test_a_process_whose_launcher_is_killed_before_it_starts_does_not_start(tmp_path):
+    script = shell_script(["touch", str(tmp_path / "started")], 0, 1)
+    done = subprocess.run(["sh", "-c", script], input=b"", check=False)
+    assert done.returncode == 1
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_signal_while_processes_are_started_reaches_all_of_them(

@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,17 +81,15 @@ def test_gpus_that_processes_of_this_machine_cannot_share_are_told_once(
     assert started("--num_processes=3")[0] == 0
 
 
-@pytest.mark.quick("options0")
-@pytest.mark.parametrize("options", [["--hosts=a,b"], ["--num_processes=2"]])
 def test_a_port_that_is_taken_is_no_failure_but_another_is_tried(
-    options, started, tmp_path, capsys
+    started, tmp_path, capsys
 ):
     first = f"""
     case "$*" in *--process_id=0*) ;; *) sleep 1; exit 0 ;; esac
     if mkdir {tmp_path}/again; then exit {PORT_TAKEN}; fi
     """
     since = time.monotonic()
-    code, processes = started(*options, does=first)
+    code, processes = started("--hosts=a,b", does=first)
     assert code == 0
     assert time.monotonic() - since < 10
     taken = re.findall(r"port (\d+) of .* is taken: trying", capsys.readouterr().err)
@@ -100,6 +99,46 @@ def test_a_port_that_is_taken_is_no_failure_but_another_is_tried(
     assert len(ports) == 2
     assert set(taken) < ports
     assert all("JSHARD_ANY_PORT=1" in lines for lines in processes)
+
+
+@pytest.mark.parametrize("options", [["--hosts=a,b"], ["--num_processes=2"]])
+def test_the_processes_of_a_job_get_one_secret_by_no_command_line(
+    options, started, monkeypatch
+):
+    monkeypatch.setenv("JSHARD_SECRET", "the user's own secret, for another job")
+    shown = []
+    popen = jshard.launch.subprocess.Popen
+
+    def recorded(words, **options):
+        shown.extend(words)
+        return popen(words, **options)
+
+    monkeypatch.setattr(jshard.launch.subprocess, "Popen", recorded)
+    told = []
+    for _ in range(2):
+        code, processes = started(*options)
+        assert code == 0
+        found = [x for lines in processes for x in lines if x.startswith("JSHARD_SEC")]
+        told.append({*found})
+        assert len(found) == 2 * len(told)
+    assert len(told[0]) == 1  # the same for both
+    assert len(told[1]) == 2  # and another for the next job
+    for secret in told[1]:
+        assert len(secret.partition("=")[2]) == 64
+        assert not any(secret.partition("=")[2] in word for word in shown)
+    assert not any("the user's own secret" in word for word in shown)
+
+
+def test_a_job_of_this_machine_meets_in_a_folder_that_others_cannot_enter(started):
+    does = 'for x in "$@"; do case "$x" in --coordinator=unix:*) d=${x#*unix:};; esac; '
+    does += 'done; echo "mode $(stat -c %a "$(dirname "$d")")" >> $f'
+    code, processes = started("--num_processes=2", does=does)
+    assert code == 0
+    places = {x for lines in processes for x in lines if x.startswith("--coordinator=")}
+    (place,) = places
+    assert place.startswith("--coordinator=unix:/")
+    assert all("mode 700" in lines for lines in processes)
+    assert not Path(place.partition(":")[2]).parent.exists()
 
 
 def test_a_host_without_a_free_port_is_given_up(started, monkeypatch):
@@ -133,7 +172,11 @@ def test_a_job_trains_on_the_next_port_where_the_first_is_taken(
 ):
     write_recipe(tmp_path)
     monkeypatch.chdir(tmp_path)
-    words = ["--num_processes=2", "--", "--config=tiny.py", "--config.steps=3"]
+    rsh = tmp_path / "rsh"
+    rsh.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    rsh.chmod(0o755)
+    words = ["--hosts=127.0.0.1", "--num_processes=2", f"--rsh={rsh}", "--"]
+    words += ["--config=tiny.py", "--config.steps=3"]
     words += ["--config.mesh.cpu_devices=2", "--workdir=run"]
     launcher = jshard.launch.Launcher(*jshard.launch.parse(words))
     with socket.create_server(("", 0)) as taken:

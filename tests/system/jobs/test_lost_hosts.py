@@ -92,7 +92,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_copy(
         reached = last_step(tmp_path / "run" / "metrics.jsonl")
         check_goes_on(job, reached, whole)
     assert f"no answer from {hosts.names[victim]}" in job.err.read_text()
-    note = "replicas have the state" if words else "for its neighbor"
+    note = "replicas have the same state" if words else "for its neighbor"
     assert note in job.out.read_text()
 
 

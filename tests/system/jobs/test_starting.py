@@ -1,7 +1,6 @@
 """Processes meet before JAX connects them: who ends or does not fit is named."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -19,8 +18,10 @@ from jshard.system.errors import RunFailed, UserError
 from jshard.system.jobs import rendezvous
 from jshard.system.jobs.cluster import Cluster
 from jshard.system.jobs.rendezvous import gathered
+from jshard.system.network.authenticated import Caller, Connection, call
 
 SOON = 5.0  # seconds
+SECRET = b"the processes' secret"
 
 
 class Start:
@@ -53,7 +54,7 @@ class Start:
         if cluster.process_id == 0:
             listener = socket.create_server(("127.0.0.1", self.port))
         try:
-            with gathered(cluster, listener):
+            with gathered(cluster, listener, SECRET):
                 if self._within is not None:
                     assert self._within.wait(SOON)
         except BaseException as error:
@@ -78,14 +79,16 @@ def connect(start: Start) -> socket.socket:
             time.sleep(0.01)
 
 
-def come(start: Start, index: int, count: int) -> socket.socket:
+def come(start: Start, index: int, count: int) -> Connection:
     """The connection of a process that has come."""
-    connection = connect(start)
-    me = {"process": index, "processes": count}
-    connection.sendall(json.dumps(me).encode() + b"\n")
-    welcome = connection.recv(len(rendezvous.WELCOME))
-    assert welcome == rendezvous.WELCOME
-    return connection
+    deadline = time.monotonic() + SOON
+    address = ("127.0.0.1", start.port)
+    while True:
+        try:
+            return call(address, "meeting", SECRET, process=index, processes=count)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def record_ends(monkeypatch) -> list[int]:
@@ -110,7 +113,7 @@ def test_processes_meet_in_any_order_and_strangers_do_not_count():
             stranger.sendall(text)
     with come(start, 3, 4) as last:
         assert start.wait() == {0: None, 1: None, 2: None}
-        last.sendall(rendezvous.JOINED)
+        last.send(joined=True)
     # The port is JAX's now.
     socket.create_server(("127.0.0.1", start.port)).close()
 
@@ -147,7 +150,7 @@ def test_a_process_that_ends_before_all_are_there_is_named_at_once():
         come(start, 1, 4).close()
         why = "process 1 ended while the job was starting"
         assert str(start.wait()[0]).startswith(why)
-        assert json.loads(other.recv(1000))["code"] == 1
+        assert other.receive()["code"] == 1
 
 
 def test_a_process_that_ends_before_it_has_joined_is_named_at_once(monkeypatch, capfd):
@@ -158,8 +161,8 @@ def test_a_process_that_ends_before_it_has_joined_is_named_at_once(monkeypatch, 
     with come(start, 2, 3) as other:
         with come(start, 1, 3) as killed:
             for each in (other, killed):
-                assert json.loads(each.recv(100)) == {"code": None}
-        assert json.loads(other.recv(100)) == {"code": 1, "culprit": 0}
+                assert each.receive() == {"code": None}
+        assert other.receive() == {"code": 1, "culprit": 0}
         deadline = time.monotonic() + SOON
         while not codes:  # the others are told before
             assert time.monotonic() < deadline
@@ -176,8 +179,8 @@ def test_who_has_joined_may_end(monkeypatch):
     connecting = threading.Event()
     start = Start((0, 2), within=connecting)
     with come(start, 1, 2) as other:
-        other.recv(100)
-        other.sendall(rendezvous.JOINED)
+        other.receive()
+        other.send(joined=True)
     time.sleep(0.1)
     connecting.set()
     assert start.wait() == {0: None}
@@ -190,14 +193,11 @@ def test_process_0_that_ends_is_named_at_once():
     with socket.create_server(("127.0.0.1", port)) as listener:
 
         def first() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.recv(100)
-                connection.sendall(rendezvous.WELCOME)
+            Caller(*listener.accept(), "meeting", SECRET).wait()[0].close()
 
         threading.Thread(target=first, daemon=True).start()
         said = "process 0, which coordinates, ended while"
-        with pytest.raises(RunFailed, match=said), gathered(cluster, None):
+        with pytest.raises(RunFailed, match=said), gathered(cluster, None, SECRET):
             raise AssertionError("not gathered")
 
 

@@ -73,6 +73,6 @@ def test_a_report_says_what_it_left_out_and_takes_no_file_from_elsewhere(tmp_pat
         write_report(run)
         page = (run / "report.html").read_text()
         assert "Left out: 3 of what the files hold" in page
-        assert "metrics.jsonl, line 1: &#x27;loss&#x27; is no number" in page
+        assert "metrics.jsonl, line 1: &#x27;loss&#x27; is not a number" in page
         assert "metrics.jsonl, line 2: it has no metrics of a step" in page
         assert "c2VjcmV0" not in page

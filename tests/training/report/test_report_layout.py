@@ -137,6 +137,7 @@ def test_the_report_is_readable(report, device, scheme, tmp_path):
     assert loss["top"] - found["first"] < 100  # in the first card
     assert others
     assert all(loss["area"] >= other["area"] for other in others)
+    assert all(loss["tick"] + 0.1 >= other["tick"] for other in others)
     for chart in found["svgs"]:
         assert chart["tick"] >= 9, chart  # px
         assert not chart["collisions"], chart

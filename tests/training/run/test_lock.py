@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from jshard.system.errors import UserError
+from jshard.system.files.lock import lock_folder
 from jshard.system.jobs.log import Log
 from jshard.training.run.append import AppendedFile
-from jshard.training.run.lock import lock_folder
 from killed_run import contents, killed_run, open_folder, small_config
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +31,7 @@ def run(config, tmp_path):
 HOLD = """\
 import sys, time
 from pathlib import Path
-from jshard.training.run.lock import lock_folder
+from jshard.system.files.lock import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)

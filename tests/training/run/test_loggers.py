@@ -14,6 +14,7 @@ from jshard.recipe.config.run_config import complete
 from jshard.recipe.config.settings import LoggerSettings, settings_of
 from jshard.system.errors import UserError
 from jshard.training.run.loggers import services
+from jshard.training.run.loggers.tracker import Tracker
 from jshard.training.run.metrics import RunFolder
 
 
@@ -103,14 +104,92 @@ def test_a_service_that_does_not_answer_is_left_behind_with_a_line(
     answer.set()
 
 
-def test_a_service_that_does_not_begin_or_is_missing_is_one_line(
-    runs, tmp_path, monkeypatch
+def test_a_service_that_does_not_begin_costs_one_warning_and_keeps_its_id(
+    runs, tmp_path
 ):
-    with pytest.raises(UserError, match=r"logger\.wandb=locked: no such project$"):
-        open_folder(tmp_path / "a", wandb="locked")
+    """By the next start the server may be back, and the run goes on there."""
+    with open_folder(tmp_path, wandb="mine"):
+        pass
+    said = r"logger\.wandb=locked: no such project; training continues without it$"
+    with pytest.warns(UserWarning, match=said) as warned:
+        folder = open_folder(tmp_path, 1, wandb="locked")
+    assert len(warned) == 1
+    with folder:
+        folder.write(2, {"loss": 1.0})
+    assert '"loss": 1.0' in (tmp_path / "metrics.jsonl").read_text()
+    with open_folder(tmp_path, 2, wandb="mine"):
+        pass
+    assert runs[-1].given["id"] == "abc"
+
+
+@pytest.mark.parametrize("kind", ["import", "server"])
+def test_an_mlflow_that_cannot_start_costs_one_warning(kind, tmp_path, monkeypatch):
+    """mlflow-skinny lacks what its default store imports; a server may be away."""
+
+    class MlflowClient:
+        def get_experiment_by_name(self, name):
+            raise ConnectionError("no server at\nlocalhost:5000")
+
+    fake, entities = types.ModuleType("mlflow"), types.ModuleType("mlflow.entities")
+    if kind == "server":
+        fake.MlflowClient = MlflowClient  # type: ignore[attr-defined]
+    entities.Metric = entities.Param = tuple  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    module = "jshard.training.run.loggers.mlflow_run"
+    monkeypatch.delitem(sys.modules, module, False)
+    why = {"import": "cannot import name", "server": "no server at localhost:5000"}
+    with pytest.warns(UserWarning, match=f"logger.mlflow=mine: {why[kind]}.*continues"):
+        folder = open_folder(tmp_path, mlflow="mine")
+    sys.modules.pop(module, None)
+    with folder:
+        folder.write(1, {"loss": 2.0})
+    assert '"loss": 2.0' in (tmp_path / "metrics.jsonl").read_text()
+    assert list(tmp_path.glob("events.*"))
+
+
+def test_a_service_whose_package_is_missing_is_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'jshard\[mlflow\]'"):
         services.check_loggers(LoggerSettings(mlflow="mine"))
+
+
+class Lines(Tracker):
+    """A tracker of a user's, which wants numbers alone."""
+
+    def __init__(self):
+        self.lines, self.ended = [], None
+
+    def log(self, step, when, values):
+        self.lines.append((step, dict(values)))
+
+    def close(self, *, failed):
+        self.ended = failed
+
+
+def with_tracker(path, tracker):
+    return RunFolder(path, {"steps": 3}, tracker=tracker)
+
+
+def test_a_tracker_of_a_recipes_own_gets_what_services_get(tmp_path):
+    own = Lines()
+    with with_tracker(tmp_path / "a", lambda: own) as folder:
+        folder.write(1, {"loss": 2.0})
+        folder.log(1, {"said": "hi", "drawn": np.ones((2, 3, 3))})
+    assert own.lines == [(1, {"loss": 2.0})]
+    assert own.ended is False
+
+    def fail():
+        raise ConnectionError("no server")
+
+    with pytest.warns(
+        UserWarning, match=r"^tracker\(config\): no server; training con"
+    ):
+        folder = with_tracker(tmp_path / "b", fail)
+    with folder:
+        folder.write(1, {"loss": 2.0})
+    with pytest.raises(UserError, match=r"returned \[\]; .*jshard\.training\.Tracker$"):
+        with_tracker(tmp_path / "c", list)
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_notes_that_are_no_json_are_an_error_that_changes_nothing(run, config):
     (run / "notes.json").write_text("[")
     before = contents(run)
     with pytest.raises(
-        UserError, match=r"notes\.json holds no JSON.* give another --workdir"
+        UserError, match=r"notes\.json does not hold a JSON.* give another --workdir"
     ):
         open_folder(run, config, resume_from=4)
     assert contents(run) == before

@@ -23,8 +23,8 @@ from jshard.recipe.config.settings import settings_of
 from jshard.recipe.load import open_recipe
 from jshard.storage.checkpoint.step_folders import find_steps
 from jshard.system.errors import UserError
+from jshard.system.files.lock import lock_folder
 from jshard.system.jobs.peers import Peers
-from jshard.training.run.lock import lock_folder
 from jshard.training.run.metrics_lines import cut_back
 from jshard.training.run.start import Start, find_start
 from resumable import read_metrics

@@ -18,9 +18,9 @@ from jshard.sharding.step.program.example_keys import (
     is_of_examples,
     key_of_examples,
 )
-from jshard.sharding.units.dataflow import dependencies
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies
 from jshard.system.errors import UserError
 
 _DRAWS = ("random_bits", "random_gamma")

@@ -34,10 +34,10 @@ def say(error: Exception) -> NoReturn:
     elif isinstance(error, NameError) and (axis := _AXIS.search(text)):
         axes = ", ".join(map(repr, manual_axes()))
         raise UserError(
-            f"{line}: a collective is over {axis[1]!r}, which is no axis of the mesh "
-            f"({axes}); leave it out where it averages a loss, metrics or gradients: "
-            "the step adds up what Means hold; statistics of the whole batch are "
-            "jshard.pmean(x)"
+            f"{line}: a collective is over {axis[1]!r}, which is not an axis of the "
+            f"mesh ({axes}); leave it out where it averages a loss, metrics or "
+            "gradients: the step adds up what Means hold; statistics of the whole "
+            "batch are jshard.pmean(x)"
         ) from error
     elif isinstance(error, TraceContextError) and "mutate Rng" in text:
         raise UserError(

@@ -17,6 +17,7 @@ from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step import checks, given
 from jshard.sharding.units.model import layer_paths, make_units
 from jshard.sharding.update.end_of_step import first_fields
+from jshard.system.errors import warn
 
 if TYPE_CHECKING:
     from jshard.sharding.step.fsdp import FSDP
@@ -60,5 +61,8 @@ def abstract(
     checks.check_model(model, fsdp.policy, fsdp.mesh)
     check_pipeline(shapes.model_arrays, fsdp.policy, fsdp.mesh)
     layout = Layout.of(shapes, fsdp.policy, fsdp.mesh, fsdp.tensor_splits)
-    checks.warn_of_parameters(model, shapes, layout)
+    for surprise in checks.surprises(model, shapes, layout):
+        if surprise not in fsdp.told:
+            fsdp.told.add(surprise)
+            warn(surprise)
     return layout.abstract(shapes)

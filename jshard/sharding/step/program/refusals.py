@@ -16,10 +16,10 @@ from jshard.sharding.settings.mesh import FSDP, PIPE, REPLICA, manual_axes
 from jshard.sharding.settings.policy import INPUTS, Names, Offload, Policy
 from jshard.sharding.settings.scopes import COUNTED, EXCHANGE_TOKENS, LOOK_UP
 from jshard.sharding.settings.state import ModelArrays
-from jshard.sharding.units.dataflow import dependencies, union
 from jshard.system.compat import jaxprs
 from jshard.system.compat.jaxprs import axes_of, open_inner, scopes_of
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies, union
 from jshard.system.errors import UserError
 
 

@@ -7,12 +7,12 @@ import jax
 from flax import nnx
 from jax.extend import core
 
+from jshard.sharding.collectives.shards import READ
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.variables import variables
 from jshard.sharding.settings.scopes import ALL_GATHER
-from jshard.sharding.units.dataflow import dependencies, union
-from jshard.sharding.units.outside.shards import READ
 from jshard.system.compat import jaxprs
+from jshard.system.compat.programs.dataflow import dependencies, union
 from jshard.system.errors import some_of, warn
 
 # Primitives that give a parameter its place, shape or dtype, and no other value.
@@ -105,8 +105,8 @@ def say_what_is_written(
         warn(
             f"loss_fn changes parameter {names[0]}{more} until the step's end: the "
             "optimizer goes on from the old value; to keep the new one, make it a "
-            "Variable that is no nnx.Param, or change the state between steps (docs: "
-            "A teacher beside a student)"
+            "Variable that is not an nnx.Param, or change the state between steps "
+            "(docs: A teacher beside a student)"
         )
     wanted = [i < number for i in range(len(traced.jaxpr.outvars))]
     return jaxprs.without_unused(traced, wanted), tuple(shapes)

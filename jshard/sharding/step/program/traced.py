@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.extend import core
 
+from jshard.sharding.collectives.shards import noting_reads
 from jshard.sharding.layout.state_layout import Layout
 from jshard.sharding.layout.values.random_streams import merge_state
 from jshard.sharding.settings.count import Count
@@ -22,9 +23,7 @@ from jshard.sharding.settings.state import ModelArrays
 from jshard.sharding.step.program import mistakes
 from jshard.sharding.step.program.draws import check_draws
 from jshard.sharding.step.program.refusals import check_keys, check_names, check_shards
-from jshard.sharding.units.dataflow import dependencies, loop, through, union
 from jshard.sharding.units.linearize import refuse_forward_mode
-from jshard.sharding.units.outside.shards import noting_reads
 from jshard.system.compat import jaxprs
 from jshard.system.compat.jaxprs import (
     axes_of,
@@ -34,6 +33,7 @@ from jshard.system.compat.jaxprs import (
     scopes_of,
 )
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies, loop, through, union
 from jshard.system.errors import UserError
 
 

@@ -67,7 +67,7 @@ def _update(url: str, path: str, cache: Path) -> None:
     if not found:
         raise UserError(f"{url}: there is no such file or folder")
     if outside := [name for name in found if ".." in name.split("/")]:
-        raise UserError(f"{url}: {outside[0]} is no path on a disk; rename it")
+        raise UserError(f"{url}: {outside[0]} is not a valid path on a disk; rename it")
     versions = {
         name: f"{about['size']} {about.get('ETag') or about.get('etag')}"
         for name, about in found.items()

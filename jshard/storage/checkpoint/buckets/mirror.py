@@ -25,7 +25,8 @@ from jshard.system.errors import UserError
 from jshard.system.files.atomic import replace_file
 from jshard.system.files.untrusted import path_inside
 
-_RUN = ("config.json", "notes.json", "metrics.jsonl")  # what a resumed run reads
+# What a resumed run reads.
+_RUN = ("config.json", "notes.json", "metrics.jsonl", "attempts.jsonl")
 _PICTURES = "samples/"
 _PREFIX = "jshard-"  # of temporary folders
 _LOCK = ".in-use"  # a file in them

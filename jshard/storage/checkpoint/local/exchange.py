@@ -1,18 +1,18 @@
 """Copies on their way between hosts: TCP connections from one process to another.
 
-Each process listens. Others send it copies to keep, or ask it for pieces. A request is
-two lines, the job's token and JSON; bytes follow in one direction or the other.
+Each process listens. Others, which prove that they know the job's secret, send it
+copies to keep, or ask it for pieces; bytes follow in one direction or the other.
 """
 
-import hmac
+import contextlib
 import json
-import secrets
+import os
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -21,11 +21,19 @@ from jshard.storage.checkpoint.local.copy_files import Label
 from jshard.storage.checkpoint.local.pieces import Piece
 from jshard.system.compat import coordination
 from jshard.system.jobs.job import LOOPBACK, listen
-from jshard.system.jobs.peers import Peers
+from jshard.system.jobs.peers import Peers, print_line
+from jshard.system.network.authenticated import (
+    Caller,
+    Connection,
+    Stranger,
+    Strangers,
+    call,
+)
 
 _PATIENCE = 60.0  # seconds without a byte
-_LONGEST_TOKEN = 100
 _BLOCK = 1 << 20  # bytes
+_MOST_CALLERS = 256  # that have not proved themselves; more replace the oldest
+_PURPOSE = "copies"
 
 
 class Exchange:
@@ -34,14 +42,16 @@ class Exchange:
     Args:
       peers: All processes; each calls this.
       folder: Where copies are.
+      secret: The job's.
     """
 
-    def __init__(self, peers: Peers, folder: Path):
-        self._token = peers.publish("local copies' token", secrets.token_hex(16))
+    def __init__(self, peers: Peers, folder: Path, secret: bytes):
+        self._secret = secret
         host = coordination.address_of_process(peers.index)
         # Process 0 goes by the coordinator's name, which need not be an address here.
         bound = host if peers.index or host in LOOPBACK else ""
-        server = _Server(bound, folder, self._token)
+        where = f"process {peers.index}'s door for local copies"
+        server = _Server(bound, folder, secret, Strangers(print_line, where))
         told = json.dumps([host, server.socket.getsockname()[1]])
         addresses = peers.share("local copies' addresses", told)
         self._addresses = [tuple(json.loads(text)) for text in addresses]
@@ -54,11 +64,10 @@ class Exchange:
         """
         with self._ask(to, keep=label.text()) as connection:
             with copy_files.open_bytes(folder, label.owner, label.step) as file:
-                if label.size:
-                    connection.sendfile(file, 0, label.size)
-            problem = connection.makefile("rb").readline()
-        if problem != b"\n":
-            raise OSError(problem.decode().strip() or "the connection broke")
+                _send(connection, file, 0, label.size)
+            answer = connection.receive()
+        if answer != {"problem": ""}:
+            raise OSError(answer.get("problem") or "the connection broke")
 
     def label(self, holder: int, owner: int, step: int) -> Label:
         """Returns the label of a copy that another process has.
@@ -67,7 +76,7 @@ class Exchange:
           OSError: It cannot be reached, or does not have it.
         """
         with self._ask(holder, owner=owner, step=step) as connection:
-            text = connection.makefile("rb").readline()
+            text = connection.receive().get("label", "")
         try:
             return Label.read(text)
         except ValueError as error:
@@ -85,23 +94,31 @@ class Exchange:
         with self._ask(holder, owner=owner, step=step, ranges=ranges) as connection:
             for piece in pieces:
                 data = np.empty(piece.size, np.uint8)
-                _receive(connection.recv_into, data)
+                for block in _blocks(data):
+                    connection.receive_bytes(block)
                 yield data
 
-    def _ask(self, process: int, **request: Any) -> socket.socket:
-        connection = socket.create_connection(self._addresses[process], _PATIENCE)
-        connection.sendall(f"{self._token}\n{json.dumps(request)}\n".encode())
+    def _ask(self, process: int, **request: Any) -> Connection:
+        connection = call(self._addresses[process], _PURPOSE, self._secret)
+        connection.settimeout(_PATIENCE)
+        connection.send(**request)
         return connection
 
 
-def _receive(into: Callable[[memoryview], int], data: np.ndarray) -> None:
-    """Fills an array with the bytes of a connection."""
-    rest = data.data
-    while rest:
-        count = into(rest)
-        if not count:
-            raise OSError("the connection broke")
-        rest = rest[count:]
+def _blocks(data: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the parts of an array that are signed, each of them."""
+    for start in range(0, data.size, _BLOCK):
+        yield data[start : start + _BLOCK]
+
+
+def _send(connection: Connection, file: BinaryIO, start: int, size: int) -> None:
+    """Sends a part of a file as `_blocks` receives it."""
+    for at in range(start, start + size, _BLOCK):
+        count = min(_BLOCK, start + size - at)
+        data = os.pread(file.fileno(), count, at)
+        if len(data) < count:
+            raise OSError("the copy is too short")
+        connection.send_bytes(data)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -109,49 +126,63 @@ class _Server(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, folder: Path, token: str):
+    def __init__(self, host: str, folder: Path, secret: bytes, strangers: Strangers):
         super().__init__((host, 0), _Request, bind_and_activate=False)
         self.socket.close()
         self.socket = listen(host, 0)
-        self.folder, self.token = folder, token
+        self.folder, self.secret, self.strangers = folder, secret, strangers
+        self._callers: list[socket.socket] = []  # the oldest first
         name = "jshard-local-copies"
         threading.Thread(target=self.serve_forever, name=name, daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: whoever asked finds the connection closed, and says why."""
 
+    def admit(self, connection: socket.socket, address: Any) -> Connection:
+        """Waits until a caller has proved itself; raises Stranger if it does not."""
+        caller = Caller(connection, address, _PURPOSE, self.secret)
+        self._callers.append(connection)
+        if len(self._callers) > _MOST_CALLERS:
+            with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
+                self._callers[0].shutdown(socket.SHUT_RDWR)
+        try:
+            return caller.wait()[0]
+        except Stranger as why:
+            self.strangers.name(caller.address, why)
+            raise
+        finally:
+            self._callers.remove(connection)
 
-class _Request(socketserver.StreamRequestHandler):
-    timeout = _PATIENCE
 
+class _Request(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
-        token = self.rfile.readline(_LONGEST_TOKEN).strip().decode()
-        if not hmac.compare_digest(token, self.server.token):
-            return  # a stranger
-        asked, folder = json.loads(self.rfile.readline()), self.server.folder
-        if "keep" in asked:
-            problem = ""
-            try:
-                self._keep(Label.read(asked["keep"]), folder)
-            except OSError as error:
-                problem = error.strerror or str(error)
-            self.wfile.write(problem.encode() + b"\n")
-        elif "ranges" in asked:
-            with copy_files.open_bytes(folder, asked["owner"], asked["step"]) as file:
-                for start, size in asked["ranges"]:
-                    if size:
-                        self.connection.sendfile(file, start, size)
-        else:
-            found = copy_files.labels(folder)
-            for label in found:
-                if (label.owner, label.step) == (asked["owner"], asked["step"]):
-                    self.wfile.write(label.text().encode() + b"\n")
+        folder = self.server.folder
+        with self.server.admit(self.request, self.client_address) as connection:
+            connection.settimeout(_PATIENCE)
+            asked = connection.receive()
+            if "keep" in asked:
+                problem = ""
+                try:
+                    self._keep(connection, Label.read(asked["keep"]), folder)
+                except OSError as error:
+                    problem = error.strerror or str(error)
+                connection.send(problem=problem)
+                connection.drain()
+            elif "ranges" in asked:
+                owner, step = asked["owner"], asked["step"]
+                with copy_files.open_bytes(folder, owner, step) as file:
+                    for start, size in asked["ranges"]:
+                        _send(connection, file, start, size)
+            elif asked:
+                for label in copy_files.labels(folder):
+                    if (label.owner, label.step) == (asked["owner"], asked["step"]):
+                        connection.send(label=label.text())
 
-    def _keep(self, label: Label, folder: Path) -> None:
+    def _keep(self, connection: Connection, label: Label, folder: Path) -> None:
         with copy_files.create(folder, label.owner, label.step, label.size) as file:
             for start in range(0, label.size, _BLOCK):
                 data = np.empty(min(_BLOCK, label.size - start), np.uint8)
-                _receive(self.rfile.readinto, data)
+                connection.receive_bytes(data)
                 copy_files.write(file, start, data)
         copy_files.seal(folder, label)

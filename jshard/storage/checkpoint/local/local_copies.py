@@ -64,12 +64,20 @@ class LocalCopies:
       name: The absolute path of the run's folder, or its URL.
       abstract: The run's state.
       peers: All processes; each calls every method, at the same steps.
+      secret: The job's, by which the processes know each other.
 
     Raises:
       UserError: The folder cannot be used, or has not enough room.
     """
 
-    def __init__(self, root: Path, name: str, abstract: TrainState, peers: Peers):
+    def __init__(
+        self,
+        root: Path,
+        name: str,
+        abstract: TrainState,
+        peers: Peers,
+        secret: bytes = b"",
+    ):
         self._abstract, self._peers = abstract, peers
         self._root, self._name = root, name
         self._folder = copy_files.make_folder(root, name)
@@ -78,7 +86,7 @@ class LocalCopies:
         self._size = self._division.sizes[peers.index]
         self._check_room()
         several = peers.count > 1
-        self._exchange = Exchange(peers, self._folder) if several else None
+        self._exchange = Exchange(peers, self._folder, secret) if several else None
         self._found: Holders | None = None  # of the copy that `find` found
         self._thread: threading.Thread | None = None
 
@@ -109,14 +117,14 @@ class LocalCopies:
     def describe(self, every: int) -> str:
         """Returns a line for the user: where copies are, and what they protect from."""
         own, index = format_bytes(self._size), self._peers.index
-        where = f"every {every} steps in {self._folder}, 2 x {own} a process"
+        where = f"every {every} steps in {self._folder}, 2 x {own} per process"
         if self._neighbors[index] is None:
-            return f"{where}; against killed processes only, as there is one host"
+            return f"{where}; they survive killed processes only: there is one host"
         sent = self._division.alone[index]
         if not sent:
-            return f"{where}; against a lost host, of which replicas have the state"
+            return f"{where}; they survive a lost host: replicas have the same state"
         where += f" and 2 x {format_bytes(sent)} for its neighbor"
-        return f"{where}; against a lost host"
+        return f"{where}; they survive a lost host"
 
     # Copying.
 

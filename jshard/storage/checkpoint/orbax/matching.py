@@ -237,7 +237,9 @@ def _one_place(
     if given is not None:
         fitting = [place for place in fitting if ".".join(place) == given]
         if not fitting:
-            raise UserError(f"{checkpoint}: {argument}={given!r} is no place of {what}")
+            raise UserError(
+                f"{checkpoint}: {argument}={given!r} is not where {what} can be"
+            )
     if len(fitting) > 1:
         raise UserError(
             f"{checkpoint}: {len(fitting)} places fit {what}, "
@@ -304,7 +306,7 @@ def _read_step(checkpoint: OrbaxCheckpoint, path: Keys) -> int:
         step = int(store.read().result())
         if 0 <= step < 2**31:
             return step
-    raise UserError(f"{checkpoint}: {name} is no number of steps")
+    raise UserError(f"{checkpoint}: {name} is not a number of steps")
 
 
 def _check_types(

@@ -1,8 +1,9 @@
-"""The best of a run's checkpoints, by the metric that its config names."""
+"""Which of a run's checkpoints are kept: the best by a metric, and some by time."""
 
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +42,21 @@ def best_among(
     choose = max if highest else min
     step = choose(sorted(found), key=lambda step: found[step])
     return Best(step, metric, found[step])
+
+
+def hours_apart(folders: Mapping[int, Path], hours: float) -> set[int]:
+    """Returns the first step, and each that was saved this long after the last of them.
+
+    Steps whose description does not say when they were saved are not among them.
+    """
+    chosen, last = set(), None
+    for step, about in sorted(_readable(folders), key=lambda found: found[0]):
+        with suppress(ValueError):
+            saved = datetime.fromisoformat(about["created"]).timestamp()
+            if last is None or saved - last >= hours * 3600:
+                chosen.add(step)
+                last = saved
+    return chosen
 
 
 def best_of(folder: Path) -> Best | None:

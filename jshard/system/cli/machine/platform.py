@@ -10,10 +10,14 @@ from pathlib import Path
 import jax
 
 from jshard.system.cli.machine.address_space import check_address_space
+from jshard.system.compat.compilations import has_flags
 from jshard.system.compat.plugin_log import FAILED
 from jshard.system.errors import UserError, warn
 
 TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
+_XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
+_AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
+_MODE = "xla_gpu_experimental_autotune_cache_mode"
 COMPILED = "compiled"  # programs in the folder of a run on several hosts
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -123,7 +127,7 @@ def limit_collectives(stuck: float | None) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --{TIMEOUT}={seconds}".strip()
 
 
-def cache_compilations(run: Path | None = None) -> None:
+def cache_compilations(run: Path | None = None, *, writes: bool = True) -> None:
     """Turns on JAX's persistent compilation cache, if its folder can be written.
 
     The folder must be this user's own, as what is in it runs.
@@ -134,6 +138,7 @@ def cache_compilations(run: Path | None = None) -> None:
     Args:
       run: The folder of a run on several hosts, which keeps its programs itself; None
         keeps them in the user's cache.
+      writes: Whether this process writes XLA's timings; of a host's, one does.
     """
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
     folder = Path(given or (run / COMPILED if run else "~/.cache/jshard/xla"))
@@ -152,5 +157,32 @@ def cache_compilations(run: Path | None = None) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     jax.config.update("jax_compilation_cache_dir", given or str(folder))
+    if "://" in given:
+        _autotune_locally(writes)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _autotune_locally(writes: bool) -> None:
+    """Keeps XLA's timings of kernels on this host's disk, beside a cache in a bucket.
+
+    JAX would give XLA a folder of the bucket, which XLA cannot write to. What the user
+    set of this stays. XLA reads its flags once, before the devices are made.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _XLA_CACHES in os.environ or _AUTOTUNED in flags:
+        return
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    if os.environ.get("JAX_PLATFORMS") == "cpu" or not has_flags(_AUTOTUNED, _MODE):
+        return
+    folder = Path("~/.cache/jshard/autotuned").expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        warn(f"XLA's timings of kernels are not kept: cannot use {folder} ({error})")
+        return
+    # Processes of a host that all write there delete each other's files.
+    mode = f"AUTOTUNE_CACHE_MODE_{'UPDATE' if writes else 'READ'}"
+    flags += f" --{_AUTOTUNED}={folder} --{_MODE}={mode}"
+    os.environ["XLA_FLAGS"] = flags.strip()

@@ -1,1 +1,1 @@
-"""Lines of the user in programs, and primitives of our own."""
+"""Programs: what they depend on, lines of the user, primitives of our own."""

@@ -8,12 +8,14 @@ from typing import Any
 from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
 from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
+from jshard.training.run.loggers.tracker import Tracker
+
 _METRICS, _PARAMS = 1000, 100  # most in one request
 _LONGEST = 500  # characters of a value
 
 
-class MlflowRun:
-    """A run of an experiment, named like the run's folder. See `loggers.Logger`."""
+class MlflowRun(Tracker):
+    """A run of an experiment, named like the run's folder."""
 
     def __init__(
         self, experiment: str, path: Path, config: Mapping[str, Any], id: str | None

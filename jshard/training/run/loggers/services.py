@@ -6,33 +6,15 @@ import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jshard.recipe.config.settings import LoggerSettings
 from jshard.system.errors import UserError, warn
 from jshard.training.run.background import PATIENCE, Background
+from jshard.training.run.loggers.tracker import Tracker
 
 _REST = 1.0  # seconds between requests
 _PATIENCE = 1.0  # seconds that a checkpoint waits for a service
-
-
-class Logger(Protocol):
-    """A run as one service keeps it."""
-
-    def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
-        """Adds the metrics of a step, and the time in seconds since 1970."""
-
-    def text(self, step: int, name: str, text: str) -> None:
-        """Adds a text."""
-
-    def picture(self, step: int, name: str, file: Path) -> None:
-        """Adds a picture, in a PNG file."""
-
-    def send(self) -> None:
-        """Sends what was added; called after every few additions."""
-
-    def close(self, *, failed: bool) -> None:
-        """Ends the run, and waits until all is sent; the last call."""
 
 
 def check_loggers(settings: LoggerSettings) -> None:
@@ -48,16 +30,17 @@ def check_loggers(settings: LoggerSettings) -> None:
 class Loggers:
     """The loggers of a run, each in a thread: a service may be slow to answer.
 
-    One that fails is left out after a warning.
+    One that fails, at the start or later, is left out after a warning.
 
     `values` are all keys of the run, flattened. `ids` are those of the runs to go on
     with, by service; a new run has no `resume_from`, the step after which it resumes.
+    `own` is the recipe's `tracker`, called with its config.
 
     Attributes:
-      ids: Of the runs in the services.
+      ids: Of the runs in the services, also of those that could not be gone on with.
 
     Raises:
-      UserError: A service does not let the run begin.
+      UserError: `own` returns no Tracker.
     """
 
     def __init__(
@@ -67,17 +50,24 @@ class Loggers:
         path: Path,
         ids: Mapping[str, str],
         resume_from: int | None = None,
+        own: Callable[[], Any] | None = None,
     ):
-        self._loggers: dict[str, Logger] = {}
-        self.ids: dict[str, str] = {}
+        self._loggers: dict[str, Tracker] = {}
+        self.ids = dict(ids)
         for name, given in _chosen(settings).items():
             try:
                 service = _open(name)(given, path, values, ids.get(name))
-            except Exception as error:
-                raise UserError(
-                    f"--config.logger.{name}={given}: {_why(error)}"
-                ) from error
+            except Exception as error:  # whatever a package or its server raises
+                _warn(f"--config.logger.{name}={given}", error)
+                continue
             self._loggers[name], self.ids[name] = service, service.id
+        if own is not None:
+            try:
+                tracker = own()
+            except Exception as error:
+                _warn("tracker(config)", error)
+            else:
+                self._loggers["tracker"] = _checked(tracker)
         # Here, as tensorboardX imports PyTorch where it is, and other processes do not
         # log.
         from jshard.training.run.loggers.tensorboard_run import TensorboardRun
@@ -88,7 +78,7 @@ class Loggers:
             for name, logger in self._loggers.items()
         }
 
-    def each(self, act: Callable[[Logger], None]) -> None:
+    def each(self, act: Callable[[Tracker], None]) -> None:
         """Calls a function with each logger, in its thread."""
         self._leave_out()
         for thread in self._threads.values():
@@ -110,7 +100,7 @@ class Loggers:
                 del self._threads[name]
                 warn(
                     f"{name} has not answered for {PATIENCE:.0f} s: the run ends "
-                    "without it, and what it was given last may be missing there"
+                    "without it, and the last metrics may be missing there"
                 )
         self._leave_out()
 
@@ -122,6 +112,15 @@ class Loggers:
                 _warn(name, thread.error)
 
 
+def _checked(tracker: Any) -> Tracker:
+    if isinstance(tracker, Tracker):
+        return tracker
+    raise UserError(
+        f"tracker(config) returned {tracker!r}; it must return an object of a subclass "
+        "of jshard.training.Tracker"
+    )
+
+
 def _warn(name: str, error: Exception) -> None:
     warn(f"{name}: {_why(error)}; training continues without it")
 
@@ -130,7 +129,7 @@ def _why(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _act(logger: Logger, acts: Sequence[Callable[[Logger], None]]) -> None:
+def _act(logger: Tracker, acts: Sequence[Callable[[Tracker], None]]) -> None:
     for act in acts:
         act(logger)
     logger.send()
@@ -142,7 +141,7 @@ def _chosen(settings: LoggerSettings) -> dict[str, str]:
 
 
 def _open(name: str) -> Callable[..., Any]:
-    """Returns the class of a service's run, a Logger whose `id` is to go on with."""
+    """Returns the class of a service's run, a Tracker whose `id` is to go on with."""
     # Large imports, only where they are needed.
     if name == "wandb":
         from jshard.training.run.loggers.wandb_run import WandbRun

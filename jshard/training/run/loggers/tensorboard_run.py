@@ -13,9 +13,11 @@ from tensorboardX import RecordWriter, summary
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
+from jshard.training.run.loggers.tracker import Tracker
 
-class TensorboardRun:
-    """A new file of scalars, hyperparameters and samples. See `loggers.Logger`.
+
+class TensorboardRun(Tracker):
+    """A new file of scalars, hyperparameters and samples.
 
     With `resume_from`, TensorBoard drops what older files have of later steps.
     """

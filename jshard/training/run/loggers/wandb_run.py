@@ -8,9 +8,11 @@ from typing import Any
 
 import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
+from jshard.training.run.loggers.tracker import Tracker
 
-class WandbRun:
-    """A run of a project, named like the run's folder. See `loggers.Logger`."""
+
+class WandbRun(Tracker):
+    """A run of a project, named like the run's folder."""
 
     def __init__(
         self, project: str, path: Path, config: Mapping[str, Any], id: str | None
@@ -44,9 +46,6 @@ class WandbRun:
         if importlib.util.find_spec("PIL") is None:  # which wandb.Image needs
             raise ModuleNotFoundError("pictures need Pillow: pip install pillow")
         self._run.log({"step": step, name: wandb.Image(str(file))})
-
-    def send(self) -> None:
-        """Has nothing to do: W&B sends in a process of its own."""
 
     def close(self, *, failed: bool) -> None:
         """Ends the run."""

@@ -10,15 +10,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jshard.sharding.collectives import float4, quantized
-from jshard.sharding.collectives.random_bits import fold, random_bits, random_words
+from jshard.sharding.float8 import float4, scales
+from jshard.sharding.float8.random_bits import fold, random_bits, random_words
 
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 ALL = np.concatenate([MAGNITUDES, np.negative(MAGNITUDES)])
 # One program each: of an operation at a time JAX compiles many.
 to_float4 = jax.jit(float4.to_float4, static_argnames="stochastic")
 from_float4 = jax.jit(float4.from_float4)
-exponents = jax.jit(quantized.exponents)
+exponents = jax.jit(scales.exponents)
 bits_of = jax.jit(random_bits, static_argnums=(1, 2))
 words_of, folded = jax.jit(random_words), jax.jit(fold)
 pack = jax.jit(float4.pack, static_argnums=1)
@@ -27,9 +27,9 @@ largest_of = jax.jit(float4.largest, static_argnums=1)
 tensor_exponents = jax.jit(float4.tensor_exponents)
 block_scales = jax.jit(float4.block_scales)
 decoded_scales = jax.jit(float4.decoded_scales)
-power_of_two = jax.jit(quantized.power_of_two)
-spread = jax.jit(quantized.spread, static_argnums=1)
-to_float8 = jax.jit(quantized.to_float8, static_argnums=2)
+power_of_two = jax.jit(scales.power_of_two)
+spread = jax.jit(scales.spread, static_argnums=1)
+to_float8 = jax.jit(scales.to_float8, static_argnums=2)
 
 
 def test_codes_are_those_of_e2m1_ties_and_what_is_too_large_included():
@@ -166,7 +166,7 @@ def test_scales_are_repeated_for_the_values_of_their_blocks():
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_tensor_scale_is_the_smallest_power_above_the_ratio(dtype, most, compiled):
-    of = functools.partial(quantized.tensor_scale, dtype=jnp.dtype(dtype))
+    of = functools.partial(scales.tensor_scale, dtype=jnp.dtype(dtype))
     of = jax.jit(of) if compiled else of
     scale = lambda x: float(of(jnp.float32(x)))
     assert scale(most) == 2  # above, also where the ratio is a power
@@ -177,7 +177,7 @@ def test_a_tensor_scale_is_the_smallest_power_above_the_ratio(dtype, most, compi
     assert scale(tiny * most) == 2 * tiny
     assert scale(tiny) == 1
     assert math.isinf(scale(np.inf))
-    assert quantized.largest(jnp.array([1.0, -3.0])) == 3
+    assert scales.largest(jnp.array([1.0, -3.0])) == 3
 
 
 # Random bits: the same on all hardware and in all versions, or runs would differ.

@@ -12,9 +12,9 @@ from jax.extend import core
 from jshard.sharding.layout.placement import Placement
 from jshard.sharding.settings.mesh import TENSOR
 from jshard.sharding.settings.precision import is_float
-from jshard.sharding.units.dataflow import dependencies, through, union
 from jshard.system.compat import jaxprs
 from jshard.system.compat.programs import lines
+from jshard.system.compat.programs.dataflow import dependencies, through, union
 from jshard.system.errors import UserError, warn
 
 # Kinds of arrays: computed without split weights; a split weight; a device's features

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.sharding.collectives import float4
 from jshard.sharding.collectives.gather import all_gather
-from jshard.sharding.collectives.quantized import ScaledShard, exponents, tensor_scale
+from jshard.sharding.collectives.quantized import ScaledShard
+from jshard.sharding.float8 import float4
 from jshard.sharding.float8.blocks import blocked, grid, packed
 from jshard.sharding.float8.formats import FORMATS, Format
 from jshard.sharding.float8.products import E4M3, Float8
+from jshard.sharding.float8.scales import exponents, tensor_scale
 from jshard.sharding.layout.placement import Gradient, Placement, Sharding
 from jshard.sharding.settings.mesh import shard_axes
 

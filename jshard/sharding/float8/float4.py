@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jshard.sharding.collectives.quantized import exponents, power_of_two, spread
-from jshard.sharding.collectives.random_bits import random_words
+from jshard.sharding.float8.random_bits import random_words
+from jshard.sharding.float8.scales import exponents, power_of_two, spread
 
 E2M1 = jnp.dtype(jnp.float4_e2m1fn)
 # Not a division: XLA would multiply by this, and NumPy would not.

@@ -1,0 +1,6 @@
+"""Whether the devices compute what they should: a step again on others, and copies.
+
+``rolled`` moves a state and a batch to the next devices, ``sent`` hashes what each
+device sends to others in a step, ``replayed`` computes a step there and here, and
+``verdict`` finds who differs. ``replicas`` compares arrays that several devices hold.
+"""

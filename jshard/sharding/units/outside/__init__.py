@@ -1,1 +1,0 @@
-"""What a parameter is outside of its unit: a shard, or its gathered value."""

@@ -1,0 +1,1 @@
+"""When a step makes no update: gradients that overflow, and spikes."""

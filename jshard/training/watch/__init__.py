@@ -1,0 +1,1 @@
+"""Whether devices compute and keep what they should (`watch.replay`, `.replicas`)."""

@@ -1,0 +1,26 @@
+"""What the site's configuration says of its source, without Sphinx."""
+
+import runpy
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+CONF = str(REPOSITORY / "docs/conf.py")
+
+
+def test_pages_are_edited_in_the_repository_that_publishes_them(monkeypatch):
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    assert "source_repository" not in runpy.run_path(CONF)["html_theme_options"]
+    monkeypatch.setenv("GITHUB_REPOSITORY", "me/jshard")
+    site = runpy.run_path(CONF)
+    options = site["html_theme_options"]
+    assert options["source_repository"] == "https://github.com/me/jshard/"
+    assert (REPOSITORY / options["source_directory"] / "conf.py").exists()
+    for page, suffix in (("project/SECURITY", ""), ("how_to/trainer", ".md")):
+        context = {"page_source_suffix": ".md"}
+        site["edit_where_written"](None, page, "page.html", context, None)
+        assert context == {"page_source_suffix": suffix}
+
+
+def test_the_footer_names_who_the_citation_names():
+    citation = (REPOSITORY / "CITATION.cff").read_text()
+    assert f"  - name: {runpy.run_path(CONF)['copyright']}\n" in citation
