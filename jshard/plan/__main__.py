@@ -77,9 +77,9 @@ COMMAND = Command(
             "an even share", at_least=1,
         ),
         "profile": Option(
-            None, "reads what jax.profiler wrote of this step, e.g. a run's folder with "
-            "profile.steps, and prints where it went another way than planned (on CPUs, "
-            "than the median step)", kind=Path, shown="DIR",
+            None, "reads what jax.profiler wrote of the step, e.g. a run's folder with "
+            "profile.steps, and prints where it deviated from the plan (on CPUs, from "
+            "the median step)", kind=Path, shown="DIR",
         ),
         "json": Option(
             None, "writes the plan as data, with all gaps of the timeline", **_FILE

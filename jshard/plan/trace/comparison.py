@@ -87,7 +87,7 @@ class Comparison:
     @property
     def sums(self) -> dict[str, float]:
         """Seconds of a step on a device by cause, on average; the largest first."""
-        total = collections.Counter[str]()
+        total: dict[str, float] = collections.defaultdict(float)
         for x in self.deviations:
             total[x.cause] += x.seconds
         count = len(self.steps.ran) * len(self.steps.devices)
