@@ -25,9 +25,9 @@ def lines(found: Comparison) -> Iterator[str]:
     span = f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
     many = _count(len(numbers), "step")
     usual = format_seconds(found.step_seconds)
-    yield f"measured        {usual} a step ({many}: {span})"
+    yield f"measured        {usual} per step ({many}: {span})"
     if found.planned is not None:
-        yield f"planned         {format_seconds(found.planned)} a step"
+        yield f"planned         {format_seconds(found.planned)} per step"
     else:
         yield (
             "planned         no times for these devices: expected is the median of "
@@ -38,7 +38,7 @@ def lines(found: Comparison) -> Iterator[str]:
     yield f"first           {first(found)}"
     sums = found.sums
     for i, (cause, total) in enumerate(sums.items()):
-        label = "a step" if i == 0 else ""
+        label = "per step" if i == 0 else ""
         yield f"{label:15} {format_seconds(total):>9}  {cause}"
     largest = sorted(
         range(len(found.deviations)), key=lambda i: -found.deviations[i].seconds

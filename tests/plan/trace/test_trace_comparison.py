@@ -130,6 +130,18 @@ def exposed(steps):
     return found
 
 
+def short_product(steps):
+    """The product that hides the second gather takes 1 us."""
+    found = []
+    for ran in steps:
+        gather, product = find(ran, "gather", 1), find(ran, "product", 1)
+        after = find(ran, "next", 1)
+        moved = later(ran, after.start, gather.end - after.start)
+        short = product._replace(end=product.start + 1e-6)
+        found.append([short if x == product else x for x in moved])
+    return found
+
+
 def missing(steps):
     return [[x for x in ran if x.name != "next"] for ran in steps]
 
@@ -186,6 +198,18 @@ def test_what_the_plan_hides_and_the_trace_shows_is_counted_once(tmp_path):
     found = traced(tmp_path, exposed)
     causes = {x.cause for x in found.deviations}
     assert causes == {"collective slower"}  # the wait for it is its own time
+
+
+def test_a_gather_with_nothing_left_to_hide_it_is_not_overlapped(tmp_path):
+    found = traced(tmp_path, short_product)
+    assert found.first is not None
+    first = found.deviations[found.first]
+    assert {x.cause for x in found.deviations} == {"not overlapped"}
+    assert (first.place, first.took.awaited) == (("next", 1), ("gather", 1))
+    gather = find(one_step(), "gather", 1)
+    assert first.seconds == pytest.approx(gather.end - gather.start - 1e-6, rel=1e-3)
+    said = "waited 0.022 ms on device 0 for all-gather gather (forward, layers, turn 2"
+    assert said in comparison_text.first(found)
 
 
 def test_what_is_missing_is_counted(tmp_path):
