@@ -12,6 +12,7 @@ Data flows through its modules in this order, and imports go the other way:
 - ``cost``: the cost of its instructions, when each runs, and what they send;
 - ``memory``: XLA's buffers at the peak, by part;
 - ``planning``: combines these in a ``Plan``;
+- ``trace``: what a profile shows beside the plan (``compare``);
 - ``search``: estimates, compiles and compares many programs;
 - ``output``: text, JSON, a trace, a page; and ``__main__``, the command.
 """
@@ -19,10 +20,12 @@ Data flows through its modules in this order, and imports go the other way:
 from jshard.plan.fit.hardware import GPU, GPUS
 from jshard.plan.start_up import describe
 from jshard.plan.topology import compile_for, devices, has_plugin, tracing_for
+from jshard.plan.trace.comparison import compare
 
 __all__ = [
     "GPU",
     "GPUS",
+    "compare",
     "compile_for",
     "describe",
     "devices",

@@ -21,11 +21,19 @@ from jshard.plan import topology
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.fit.hardware import find_constants
 from jshard.plan.fit.memory_choice import DoesNotFit
-from jshard.plan.output import plan_json, plan_page, plan_text, search_text
+from jshard.plan.output import (
+    comparison_text,
+    plan_json,
+    plan_page,
+    plan_text,
+    search_text,
+)
 from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
+from jshard.plan.trace.comparison import Comparison, compare
+from jshard.plan.trace.profile_reader import read_profile
 from jshard.recipe.config.overrides import keys_help, read_words
 from jshard.recipe.config.run_config import complete
 from jshard.recipe.config.shared_keys import FITTED
@@ -68,6 +76,11 @@ COMMAND = Command(
             1.0, "the most tokens that a device sends to one expert, as a multiple of "
             "an even share", at_least=1,
         ),
+        "profile": Option(
+            None, "reads what jax.profiler wrote of the step, e.g. a run's folder with "
+            "profile.steps, and prints where it deviated from the plan (on CPUs, from "
+            "the median step)", kind=Path, shown="DIR",
+        ),
         "json": Option(
             None, "writes the plan as data, with all gaps of the timeline", **_FILE
         ),
@@ -97,12 +110,17 @@ COMMAND = Command(
         "docs/plan.md lists what it leaves out.",
     ),
 )  # fmt: skip
-_FILES: dict[str, Callable[[Plan], str]] = {
-    "json": lambda plan: json.dumps(plan_json.as_json(plan), indent=1) + "\n",
-    "html": plan_page.render,
-    "trace": lambda plan: json.dumps(plan_json.trace(plan)) + "\n",
-    "hlo": lambda plan: plan.text,
+_FILES: dict[str, Callable[[Plan, Comparison | None], str]] = {
+    "json": lambda plan, found: json.dumps(_data(plan, found), indent=1) + "\n",
+    "html": lambda plan, found: plan_page.render(plan),
+    "trace": lambda plan, found: json.dumps(plan_json.trace(plan)) + "\n",
+    "hlo": lambda plan, found: plan.text,
 }
+
+
+def _data(plan: Plan, found: Comparison | None) -> dict[str, Any]:
+    data = plan_json.as_json(plan)
+    return data if found is None else data | {"profile": comparison_text.as_json(found)}
 
 
 def main() -> None:
@@ -151,11 +169,17 @@ def _plan(argv: list[str]) -> None:
                 f"--trace={arguments.trace}: there is no timeline: the speed of "
                 f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
             )
+        # What cannot be read is said before minutes of compiling.
+        traced = read_profile(arguments.profile) if arguments.profile else None
         plan = plan_recipe(configured, where, speed, arguments.imbalance)
         show("\n".join(plan_text.lines(plan)))
+        found = None
+        if traced is not None:
+            found = compare(plan, traced)
+            show("\n".join(["", *comparison_text.lines(found)]))
         for name, content in _FILES.items():
             if file := getattr(arguments, name):
-                _write(name, file, content(plan))
+                _write(name, file, content(plan, found))
     if plan.fits is False:
         sys.exit(DOES_NOT_FIT)
 
@@ -163,7 +187,7 @@ def _plan(argv: list[str]) -> None:
 def _search(
     arguments: SimpleNamespace, configured: Configured, given: dict[str, Any]
 ) -> None:
-    for name in ("html", "trace", "hlo", "imbalance"):
+    for name in ("profile", "html", "trace", "hlo", "imbalance"):
         if getattr(arguments, name) != COMMAND.options[name].default:
             raise UserError(
                 f"--{name}: shows one plan, and --search makes many; plan the "

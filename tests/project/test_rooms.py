@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7843,
     "data": 6786,
     "recipe": 2954,
-    "plan": 6442,
+    "plan": 7757,
     "inference": 2498,
     "training": 6697,
     "the commands": 1372,

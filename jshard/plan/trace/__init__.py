@@ -1,0 +1,1 @@
+"""What a profile shows beside what was planned: read, aligned, explained."""

@@ -1,0 +1,209 @@
+"""``jshard.plan.compare``: a plan, or the usual step, beside what was measured."""
+
+import collections
+import dataclasses
+import re
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from jshard.plan import hlo
+from jshard.plan.cost.timeline import Timeline
+from jshard.plan.planning import Plan, make_plan
+from jshard.plan.program import Program
+from jshard.plan.trace import deviations
+from jshard.plan.trace.deviations import (
+    CAUSES,
+    LATE,
+    STRAGGLER,
+    Deviation,
+    Expected,
+    Measured,
+)
+from jshard.plan.trace.host_work import explain
+from jshard.plan.trace.measured import Order, measure, planned
+from jshard.plan.trace.profile_reader import Operation, Profile, read_profile
+from jshard.plan.trace.traced_steps import Place, Ran, Steps, find_steps
+from jshard.system.errors import UserError
+
+_SHARE = 0.5  # of the largest deviation: the first one that is not smaller is named
+_HEADER = re.compile(r"HloModule ([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What a trace shows beside what was expected.
+
+    Attributes:
+      module: the program.
+      profile: what ran while it was traced.
+      steps: what ran of the program.
+      planned: seconds of a step; None without a plan in seconds, as on CPUs: then the
+        median of each operation over all steps and devices is expected.
+      expected: of each operation.
+      measured: the operations of each step, by device.
+      deviations: in order of time.
+      during: what went on while each of the late ones was late, by its place in the
+        deviations.
+    """
+
+    module: hlo.Module
+    profile: Profile
+    steps: Steps
+    planned: float | None
+    expected: Mapping[Place, Expected]
+    measured: tuple[Measured, ...]
+    deviations: tuple[Deviation, ...]
+    during: Mapping[int, str]
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Of each step: from the end of the one before, on its last device."""
+        ends = [max(_end(ran) for ran in step.values()) for step in self.steps.ran]
+        first = min(_start(ran) for ran in self.steps.ran[0].values())
+        return tuple(
+            end - start for start, end in zip([first, *ends], ends, strict=False)
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step."""
+        return statistics.median_low(self.seconds)
+
+    @property
+    def first(self) -> int | None:
+        """Which deviation is the first in time of those that matter; None without any.
+
+        It has at least half of the size of the largest. What waits for another device
+        counts only if no device went another way itself.
+        """
+        found = list(enumerate(self.deviations))
+        own = [(i, x) for i, x in found if x.cause != STRAGGLER] or found
+        least = _SHARE * max((x.seconds for _, x in own), default=0.0)
+        return next((i for i, x in own if x.seconds >= least), None)
+
+    @property
+    def sums(self) -> dict[str, float]:
+        """Seconds of a step on a device by cause, on average; the largest first."""
+        total: dict[str, float] = collections.defaultdict(float)
+        for x in self.deviations:
+            total[x.cause] += x.seconds
+        count = len(self.steps.ran) * len(self.steps.devices)
+        found = {cause: total[cause] / count for cause in CAUSES if total[cause]}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def compare(
+    plan: Plan | Program | jax.stages.Compiled, profile: Profile | str | Path
+) -> Comparison:
+    """Compares a trace with the plan of its program, by instruction, step and device.
+
+    Args:
+      plan: A plan, the program of one, or any compiled program. Where there are no
+        planned times (on CPUs, and of a compiled program), steps and devices are
+        compared with each other: the median of each operation is expected.
+      profile: What ``jax.profiler`` wrote: a folder, a file, or what
+        ``read_profile`` read of it.
+
+    Raises:
+      UserError: the profile cannot be read, is one of another program or of other
+        devices, or has no whole step; or there is nothing to compare with.
+    """
+    if isinstance(plan, Program):
+        plan = make_plan(plan)
+    if not isinstance(profile, Profile):
+        profile = read_profile(profile)
+    timeline, near = None, 1
+    if isinstance(plan, Plan):
+        text, module, number = plan.text, plan.module, plan.program.mesh.size
+        timeline, gpu = plan.timeline, plan.program.gpu
+        near = number if gpu is None else gpu.host
+    else:
+        text = plan.as_text() or ""
+        module = hlo.parse(text)
+        number = near = _devices(text)
+    header = _HEADER.match(text)
+    name = header[1] if header else ""
+    steps = find_steps(module, name, number, near, profile)
+    return _compare(module, steps, profile, timeline)
+
+
+def _devices(text: str) -> int:
+    """Returns for how many devices a program was compiled."""
+    header = text.partition("\n")[0]
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
+    return max(map(int, counts), default=1)
+
+
+def _compare(
+    module: hlo.Module, steps: Steps, profile: Profile, timeline: Timeline | None
+) -> Comparison:
+    order: Order = {}
+    wanted: Ran = {}
+    if timeline is not None:
+        wanted, order = planned(timeline)
+        merged = [
+            {device: _merged(ran, wanted) for device, ran in step.items()}
+            for step in steps.ran
+        ]
+        steps = steps._replace(ran=tuple(merged))
+    measured, before = [], {}
+    for step in steps.ran:
+        measured.append(measure(module, step, before, order))
+        before = {device: _end(ran) for device, ran in step.items()}
+    if timeline is not None:
+        alone = measure(module, {0: wanted}, {0: 0.0}, order)
+        expected = deviations.as_planned(alone[0])
+    else:
+        if len(steps.ran) * len(steps.devices) < 3:
+            raise UserError(
+                f"--profile={profile.path}: {len(steps.ran)} step on "
+                f"{len(steps.devices)} devices has nothing to be compared with, as "
+                "there are no planned times: trace three steps or more"
+            )
+        expected = deviations.as_usual(measured)
+    found = deviations.deviations(
+        module, measured, expected, by_plan=timeline is not None
+    )
+    during, listed = {}, []
+    for number, x in enumerate(sorted(found, key=lambda x: x.at)):
+        if x.cause == LATE:
+            idle = explain(x, steps, profile)
+            x, during[number] = x._replace(cause=idle.cause), idle.during
+        listed.append(x)
+    return Comparison(
+        module,
+        profile,
+        steps,
+        timeline and timeline.seconds,
+        expected,
+        tuple(measured),
+        tuple(listed),
+        during,
+    )
+
+
+def _merged(ran: Ran, wanted: Ran) -> Ran:
+    """Joins the kernels of an instruction that runs several, each time as many."""
+    due = collections.Counter(place.name for place in wanted)
+    count = collections.Counter(place.name for place in ran)
+    several = {
+        name: n // due[name]
+        for name, n in count.items()
+        if due[name] and n > due[name] and n % due[name] == 0
+    }
+    joined: dict[Place, Operation] = {}
+    for place, x in ran.items():
+        place = Place(place.name, place.turn // several.get(place.name, 1))
+        joined[place] = joined[place]._replace(end=x.end) if place in joined else x
+    return joined
+
+
+def _start(ran: Ran) -> float:
+    return min(x.start for x in ran.values())
+
+
+def _end(ran: Ran) -> float:
+    return max(x.end for x in ran.values())

@@ -1,0 +1,325 @@
+"""`jshard.plan.compare`: where a trace goes another way than its plan."""
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gpu_profiles import Kernel, write_profile
+from jshard.plan import compare, hlo
+from jshard.plan.cost.timeline import replay
+from jshard.plan.fit.hardware import GPUS, STATED
+from jshard.plan.output import comparison_text
+from jshard.plan.planning import Plan
+from jshard.system.errors import UserError
+
+GPU = dataclasses.replace(GPUS["h100"], constants=STATED)
+# Two layers in which a gather runs beside a product; then an all-reduce and an update.
+MODULE = hlo.parse("""\
+HloModule step, is_scheduled=true
+
+%body (s: (s32[], bf16[4096,4096])) -> (s32[], bf16[4096,4096]) {
+  %s = (s32[], bf16[4096,4096]{1,0}, bf16[512,4096]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = bf16[4096,4096]{1,0} get-tuple-element(%s), index=1
+  %w = bf16[512,4096]{1,0} get-tuple-element(%s), index=2
+  %gather = (bf16[512,4096]{1,0}, bf16[1024,4096]{1,0}) all-gather-start(%w), \
+    replica_groups={{0,1}}, dimensions={0}, \
+    metadata={op_name="jit(step)/shard_map/jvp(layers)/while/body/all_gather"}
+  %product = bf16[4096,4096]{1,0} dot(%x, %x), \
+    lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+    metadata={op_name="jit(step)/shard_map/jvp(layers)/while/body/dot_general"}
+  %gathered = bf16[1024,4096]{1,0} all-gather-done(%gather)
+  %next = bf16[4096,4096]{1,0} dot(%product, %product), \
+    lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+    metadata={op_name="jit(step)/shard_map/jvp(layers)/while/body/dot_general"}
+  ROOT %out = (s32[], bf16[4096,4096]{1,0}, bf16[512,4096]{1,0}) tuple(%i, %next, %w)
+}
+
+%condition (s: (s32[], bf16[4096,4096])) -> pred[] {
+  %s.1 = (s32[], bf16[4096,4096]{1,0}, bf16[512,4096]{1,0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (p0: (s32[], bf16[4096,4096])) -> f32[1048576] {
+  %p0 = (s32[], bf16[4096,4096]{1,0}, bf16[512,4096]{1,0}) parameter(0)
+  %p1 = f32[1048576]{0} parameter(1)
+  %square = f32[1048576]{0} multiply(%p1, %p1), metadata={op_name="jit(step)/mul"}
+  %loop = (s32[], bf16[4096,4096]{1,0}, bf16[512,4096]{1,0}) while(%p0), \
+    condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  %sum = f32[1048576]{0} all-reduce(%square), replica_groups={{0,1}}, to_apply=%add
+  ROOT %update = f32[1048576]{0} add(%sum, %sum), metadata={op_name="jit(step)/add"}
+}
+""")
+TIMELINE = replay(MODULE, GPU, 2)
+MS = 1e-3
+
+
+def planned(devices: int = 2) -> Any:
+    program: Any = SimpleNamespace(mesh=SimpleNamespace(size=devices), gpu=GPU)
+    nothing: Any = None
+    text = "HloModule step, is_scheduled=true"
+    return Plan(program, text, MODULE, nothing, nothing, TIMELINE, 0.0)
+
+
+def one_step(begin: float = 0.0) -> list[Kernel]:
+    return [
+        Kernel(e.stream, e.name, begin + e.start, begin + e.end)
+        for e in TIMELINE.events
+    ]
+
+
+def later(ran: list[Kernel], since: float, by: float) -> list[Kernel]:
+    """Moves what starts at a time or after it."""
+    return [
+        x._replace(start=x.start + by, end=x.end + by) if x.start >= since else x
+        for x in ran
+    ]
+
+
+def find(ran: list[Kernel], name: str, turn: int = 0) -> Kernel:
+    return [x for x in ran if x.name == name][turn]
+
+
+def longer(ran: list[Kernel], x: Kernel, by: float) -> list[Kernel]:
+    moved = later(ran, x.end - 1e-12, by)
+    return [y._replace(end=y.end + by) if y == x else y for y in moved]
+
+
+def traced(folder: Path, change: Any, host: Any = ()) -> Any:
+    """A comparison with two equal steps, of which one is changed by device."""
+    steps = change([one_step(), one_step()])
+    after = max(x.end for ran in steps for x in ran)
+    ran = {i: [*step, *one_step(after)] for i, step in enumerate(steps)}
+    return compare(planned(), write_profile(folder, ran, host))
+
+
+def slow_kernel(steps):
+    """On device 0 alone: device 1 waits in the all-reduce."""
+    whole = longer(steps[0], find(steps[0], "next", 1), 3 * MS)
+    last = later(steps[1], find(steps[1], "update").start, 3 * MS)
+    reduce = find(last, "sum")
+    return [whole, [x._replace(end=x.end + 3 * MS) if x == reduce else x for x in last]]
+
+
+def slow_collective(steps):
+    return [longer(ran, find(ran, "sum"), 2 * MS) for ran in steps]
+
+
+def late(steps):
+    return [later(ran, find(ran, "product", 1).start, 4 * MS) for ran in steps]
+
+
+def exposed(steps):
+    """The kernel after a gather starts with its end, and the gather is on time."""
+    found = []
+    for ran in steps:
+        gather, after = find(ran, "gather", 1), find(ran, "next", 1)
+        by = gather.end + 2 * MS - after.start
+        moved = later(ran, after.start, by)
+        found.append(
+            [x._replace(end=gather.end + 2 * MS) if x == gather else x for x in moved]
+        )
+    return found
+
+
+def short_product(steps):
+    """The product that hides the second gather takes 1 us."""
+    found = []
+    for ran in steps:
+        gather, product = find(ran, "gather", 1), find(ran, "product", 1)
+        after = find(ran, "next", 1)
+        moved = later(ran, after.start, gather.end - after.start)
+        short = product._replace(end=product.start + 1e-6)
+        found.append([short if x == product else x for x in moved])
+    return found
+
+
+def missing(steps):
+    return [[x for x in ran if x.name != "next"] for ran in steps]
+
+
+def extra(steps):
+    found = []
+    for ran in steps:
+        end = max(x.end for x in ran)
+        found.append([*ran, Kernel("compute", "copy.9", end, end + 5 * MS)])
+    return found
+
+
+def test_a_trace_of_the_plan_has_no_deviation(tmp_path):
+    found = traced(tmp_path, lambda steps: steps)
+    assert found.deviations == ()
+    assert found.first is None
+    events = max(x.end for x in TIMELINE.events)
+    assert found.seconds == pytest.approx((events, events), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "seconds", "words"),
+    [
+        (slow_kernel, "kernel slower", 3 * MS, "In step 0 dot_general next (forward, "
+         "layers, turn 2 of 2) took 3.20 ms instead of 0.196 ms on device 0."),
+        (slow_collective, "collective slower", 2 * MS,
+         "all-reduce sum took 2.03 ms instead of 0.027 ms on device 0 after its last "),
+        (late, "started late", 4 * MS, "dot_general product (forward, layers, turn 2 "
+         "of 2) started 4.00 ms late on device 0: nothing in the trace ran instead."),
+        (extra, "extra", 5 * MS,
+         "copy.9 ran on device 0, once more than planned, and took 5.00 ms."),
+    ],
+)  # fmt: skip
+def test_a_known_change_is_recovered_exactly(tmp_path, change, cause, seconds, words):
+    found = traced(tmp_path, change)
+    assert found.first is not None
+    first = found.deviations[found.first]
+    assert (first.cause, first.step, first.device) == (cause, 0, 0)
+    assert first.seconds == pytest.approx(seconds, rel=1e-5)
+    assert words in comparison_text.first(found)
+
+
+def test_who_waits_for_a_straggler_is_said_and_is_not_first(tmp_path):
+    found = traced(tmp_path, slow_kernel)
+    (wait,) = (x for x in found.deviations if x.cause == "waited for a straggler")
+    assert (wait.device, wait.took.last, wait.place.name) == (1, 0, "sum")
+    assert wait.seconds == pytest.approx(3 * MS, rel=1e-5)
+    assert found.sums == pytest.approx(
+        {"kernel slower": 0.75 * MS, "waited for a straggler": 0.75 * MS}
+    )
+
+
+def test_what_the_plan_hides_and_the_trace_shows_is_counted_once(tmp_path):
+    found = traced(tmp_path, exposed)
+    causes = {x.cause for x in found.deviations}
+    assert causes == {"collective slower"}  # the wait for it is its own time
+
+
+def test_a_gather_with_nothing_left_to_hide_it_is_not_overlapped(tmp_path):
+    found = traced(tmp_path, short_product)
+    assert found.first is not None
+    first = found.deviations[found.first]
+    assert {x.cause for x in found.deviations} == {"not overlapped"}
+    assert (first.place, first.took.awaited) == (("next", 1), ("gather", 1))
+    gather = find(one_step(), "gather", 1)
+    assert first.seconds == pytest.approx(gather.end - gather.start - 1e-6, rel=1e-3)
+    said = "waited 0.022 ms on device 0 for all-gather gather (forward, layers, turn 2"
+    assert said in comparison_text.first(found)
+
+
+def test_what_is_missing_is_counted(tmp_path):
+    found = traced(tmp_path, missing)
+    gone = [x for x in found.deviations if x.cause == "missing"]
+    assert {(x.place.name, x.place.turn, x.device) for x in gone} == {
+        ("next", turn, device) for turn in (0, 1) for device in (0, 1)
+    }
+
+
+def test_an_idle_device_is_explained_by_its_host(tmp_path):
+    begin = find(one_step(), "product", 1).start
+    host = [("step", 0.0, 1.0), ("load the batch", begin, begin + 4 * MS)]
+    found = traced(tmp_path, late, host)
+    assert found.deviations[found.first].cause == "idle device with host work"
+    assert comparison_text.first(found).endswith(
+        "started 4.00 ms late on device 0: its host was in load the batch."
+    )
+
+
+@pytest.mark.parametrize(
+    ("devices", "module", "problem"),
+    [
+        ({0: one_step(), 1: one_step()}, "jit_other",
+         "this is a trace of jit_other, and the plan is one of step: trace the"),
+        ({0: one_step()}, "step", "the trace has 1 devices, and the plan 2: plan"),
+        ({0: one_step()[:4], 1: one_step()[:4]}, "step", "no step of step is whole"),
+        ({}, "step", "only hosts are in this profile, no kernel of a device: trace"),
+        ({0: [x._replace(name="") for x in one_step()]}, "step",
+         "9 kernels have no names of instructions, as in command buffers: trace again"),
+        ({i: [x._replace(name=f"a.{x.name}") for x in one_step()] for i in (0, 1)},
+         "step", "this is a trace of another step: of its instructions 0%"),
+    ],
+)  # fmt: skip
+def test_a_trace_that_cannot_be_compared_is_one_line(
+    tmp_path, devices, module, problem
+):
+    write_profile(tmp_path, devices, module=module)
+    with pytest.raises(UserError, match=r"^--profile=[^\n]*$") as refused:
+        compare(planned(), tmp_path)
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.xplane.pb", b"\x0anothing", "is no profile of JAX"),
+        ("a.trace.json.gz", b"\x1f\x8b\x08", "is cut off"),
+        ("a.trace.json.gz", b"{}", "is no trace of JAX"),
+        ("notes.txt", b"", "holds no profile of JAX: give a folder"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_one_line(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=problem):
+        compare(planned(), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def on_cpus(tmp_path_factory):
+    """A compiled program of two devices, and a folder with a trace of five steps.
+
+    The host stalls before the fourth.
+    """
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    sharded = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def local(x):
+        return jax.lax.psum(jnp.sin(x) @ jnp.ones((64, 64)), "fsdp") + x
+
+    spec = PartitionSpec("fsdp")
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
+    x = jax.device_put(np.ones((128, 64), np.float32), sharded)
+    compiled = step.lower(x).compile()
+    x = jax.block_until_ready(compiled(x))
+    folder = tmp_path_factory.mktemp("profile")
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(
+        folder, create_perfetto_trace=True, profiler_options=options
+    ):
+        for number in range(5):
+            with jax.profiler.StepTraceAnnotation("step", step_num=10 + number):
+                if number == 3:
+                    with jax.profiler.TraceAnnotation("read the batch"):
+                        time.sleep(0.3)
+                x = jax.block_until_ready(compiled(x))
+    return compiled, folder
+
+
+def test_on_cpus_steps_are_compared_with_each_other(on_cpus):
+    compiled, folder = on_cpus
+    found = compare(compiled, folder)
+    assert found.planned is None
+    assert found.steps.numbers == (10, 11, 12, 13, 14)
+    assert found.first is not None
+    first = found.deviations[found.first]
+    assert (first.cause, first.step) == ("idle device with host work", 3)
+    assert first.seconds == pytest.approx(0.3, abs=0.2)
+    text = "\n".join(comparison_text.lines(found))
+    assert "In step 13 the program started" in text
+    assert "its host was in read the batch." in text
+    assert "planned         no times for these devices: expected is the median" in text
+    data = comparison_text.as_json(found)
+    assert data["deviations"][data["first"] or 0]["step"] == 13
+
+
+def test_perfetto_s_form_says_the_same(on_cpus):
+    compiled, folder = on_cpus
+    (file,) = folder.rglob("perfetto_trace.json.gz")
+    one, other = compare(compiled, folder), compare(compiled, file)
+    assert other.seconds == pytest.approx(one.seconds, abs=1e-8)
+    assert comparison_text.first(other) == comparison_text.first(one)
