@@ -86,10 +86,12 @@ def test_two_processes_of_two_hosts_follow_one_process_and_tell_of_the_network(
         re.findall(rf"^{kind} .*$", out, re.MULTILINE)
         for kind in ("all-gathers", "all-reduces")
     )
-    # Only sums of gradients' shards leave a host.
-    assert len(gathers) == len(sums) == 1, out
+    # Only sums leave a host: those of gradients' shards, and counts.
+    assert len(gathers) == 1, out
     assert gathers[0].endswith(", none over the network")
-    assert re.search(r"(, over|\d [KM]?i?B over) the network$", sums[0])
+    assert [line.split(", ")[-2] for line in sums] == ["float64", "int32"], out
+    for line in sums:
+        assert re.search(r"(, over|\d [KM]?i?B over) the network$", line)
     assert "Gloo" not in out
     assert job.out(1) == ""
     assert job.err() == ""
