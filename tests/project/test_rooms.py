@@ -27,7 +27,7 @@ MOST_LINES = {
     "sharding/pipeline": 1029,
     "sharding/step": 3336,
     "nn": 1418,
-    "storage": 7843,
+    "storage": 7844,
     "data": 6786,
     "recipe": 2954,
     "plan": 7757,

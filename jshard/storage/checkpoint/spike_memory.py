@@ -38,7 +38,8 @@ def as_saved(state: TrainState, arrays: Arrays) -> tuple[TrainState, Arrays, str
         if not had:
             return state, arrays, ""
         left = _NAMES
-        opt_state = SkipSpikesState(wanted, *[None] * len(_REMEMBERED))
+        nothing: Any = None
+        opt_state = SkipSpikesState(wanted, *[nothing] * len(_REMEMBERED))
         said = "was saved with skip_spikes, which this run is without"
     elif not had:
         left, opt_state = set(), wanted.inner

@@ -68,7 +68,7 @@ def test_one_step_of_each_period_of_hours_stays_also_over_several_deletions(tmp_
 
 def test_hours_longer_than_any_run_keep_the_first_step_alone(tmp_path):
     saved = {1: "2026-03-29T00:00:00", 2: "2026-03-30T00:00:00+00:00"}  # by other hands
-    there = dict.fromkeys((1, 2, 3))
+    there: dict[int, float | None] = {1: None, 2: None, 3: None}
     assert expired(tmp_path, there, 3, saved, keep=1, keep_hours=1e300) == [2]
 
 
