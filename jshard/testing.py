@@ -1,4 +1,7 @@
-"""Compares a sharded step with a step on one device, in tests of a user's model."""
+"""Tests of a user's step: its values against one device's, its program by a contract.
+
+``check_step`` compares loss and gradients, ``assert_plan`` collectives and memory.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -10,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jshard.plan.contract import assert_plan as assert_plan
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.loss import as_loss
 from jshard.sharding.settings.mesh import make_mesh

@@ -86,7 +86,7 @@ def count(
     found: dict[tuple, list[tuple[Transfer, float]]] = collections.defaultdict(list)
     near = num_devices if gpu is None else gpu.domain
     of_stage = pipeline and functools.partial(pipeline.shares, device=stage)
-    for moved, times in _transfers(module, module.entry, num_devices, near, of_stage):
+    for _, moved, times in transfers(module, module.entry, num_devices, near, of_stage):
         if moved.group > 1:
             link = SHARED if gpu is None else NETWORK if moved.network else gpu.links
             dtype = "+".join(sorted(name for name, _ in moved.dtypes))
@@ -106,32 +106,35 @@ def count(
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
-def _transfers(
+def transfers(
     module: Module,
     computation: Computation,
     num_devices: int,
     near: int,
-    shares: Callable[[Instruction], Iterable[tuple[str, float]]] | None,
+    shares: Callable[[Instruction], Iterable[tuple[str, float]]] | None = None,
     times: float = 1,
-) -> Iterator[tuple[Transfer, float]]:
-    """Yields each collective, and how often it runs, on average of its copies."""
+) -> Iterator[tuple[Instruction, Transfer, float]]:
+    """Yields each collective, and how often it runs, on average of its copies.
+
+    ``near`` devices share a link; ``shares`` are those of a pipeline's conditionals.
+    """
     for x in computation.instructions:
         if moved := transfer(module, computation, x, num_devices, near):
-            yield moved, times
+            yield x, moved, times
         elif x.opcode == "while":
             trips = times * module.trips(x)
             inside = module.body(x)
-            yield from _transfers(module, inside, num_devices, near, shares, trips)
+            yield from transfers(module, inside, num_devices, near, shares, trips)
         elif x.opcode == "conditional" and shares:
             for name, share in shares(x):
                 inside, often = module.computations[name], share * times
                 if often:
-                    yield from _transfers(
+                    yield from transfers(
                         module, inside, num_devices, near, shares, often
                     )
         elif x.opcode in ("call", "conditional"):
             for inside in module.inside(x):
-                yield from _transfers(module, inside, num_devices, near, shares, times)
+                yield from transfers(module, inside, num_devices, near, shares, times)
 
 
 def least(
