@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jshard.plan.contract import assert_plan as assert_plan
+from jshard.plan.step_contract import assert_plan as assert_plan
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.loss import as_loss
 from jshard.sharding.settings.mesh import make_mesh

@@ -12,7 +12,7 @@ Data flows through its modules in this order, and imports go the other way:
 - ``cost``: the cost of its instructions, when each runs, and what they send;
 - ``memory``: XLA's buffers at the peak, by part;
 - ``planning``: combines these in a ``Plan``;
-- ``contract``: what a test holds a plan or any compiled step to;
+- ``step_contract``: what a test holds a plan or any compiled step to;
 - ``trace``: what a profile shows beside the plan (``compare``);
 - ``search``: estimates, compiles and compares many programs;
 - ``output``: text, JSON, a trace, a page; and ``__main__``, the command.

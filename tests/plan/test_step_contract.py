@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
-from jshard.plan.contract import UPDATE
+from jshard.plan.step_contract import UPDATE
 from jshard.system.errors import UserError
 from jshard.testing import assert_plan
 
@@ -110,7 +110,7 @@ def test_lost_rematerialization_is_more_memory_with_the_same_collectives(contrac
 
 
 def test_another_dtype_on_the_wire_is_named_with_the_line_that_sends_it(contract):
-    limit = jax.config.read("jax_traceback_in_locations_limit")
+    limit = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
     try:
         jax.config.update("jax_traceback_in_locations_limit", 10)  # JAX's own default
         sent = plain.__wrapped__("float32")
@@ -119,7 +119,7 @@ def test_another_dtype_on_the_wire_is_named_with_the_line_that_sends_it(contract
     said = contract(plain(), sent)
     assert "- all-gather f32 over 8 devices: 0 -> 1 per step, 0 B -> 112.0 KiB" in said
     assert "- all-gather s8 over 8 devices: 1 -> 0 per step, 28.0 KiB -> 0 B" in said
-    assert re.search(r"all_gather \(test_contract\.py:\d+\): 0 -> 1", said)
+    assert re.search(r"all_gather \(test_step_contract\.py:\d+\): 0 -> 1", said)
 
 
 def test_a_lost_donation_is_named(contract):
