@@ -79,7 +79,7 @@ def test_the_first_signal_lets_the_run_save_and_exit_75(
     name = number.name
     said = (
         rf"jshard: {name}: finishing the step and saving; once more exits at once\n"
-        rf"jshard: {name} at step (\d+): saved; .* --workdir=run to resume\n"
+        rf"jshard: (?:interrupted by )?{name} at step (\d+): saved; .* to resume\n"
     )
     ended = re.fullmatch(said, run.stderr)
     assert run.returncode == 75
