@@ -114,6 +114,7 @@ def test_a_service_that_does_not_begin_costs_one_warning_and_keeps_its_id(
     with pytest.warns(UserWarning, match=said) as warned:
         folder = open_folder(tmp_path, 1, wandb="locked")
     assert len(warned) == 1
+    assert folder._loggers.ids == {"wandb": "abc"}
     with folder:
         folder.write(2, {"loss": 1.0})
     assert '"loss": 1.0' in (tmp_path / "metrics.jsonl").read_text()
