@@ -15,6 +15,7 @@ from jshard.plan.fit.device_memory import compiled_bytes
 from jshard.plan.planning import Plan
 from jshard.system.errors import UserError
 from jshard.system.files.atomic import replace_file
+from jshard.system.files.untrusted import read_json
 from jshard.system.formatting import format_bytes, format_seconds
 
 UPDATE = "JSHARD_UPDATE_CONTRACTS"
@@ -140,7 +141,7 @@ def _collectives(module: hlo.Module, number: int) -> _Facts:
 
 def _read(path: Path) -> _Facts:
     try:
-        kept: Any = json.loads(path.read_text())
+        kept = read_json(path)
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: there is no such contract; write it with {UPDATE}=1"

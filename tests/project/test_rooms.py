@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6786,
     "recipe": 2954,
-    "plan": 8023,
+    "plan": 8039,
     "inference": 2498,
     "training": 6697,
     "the commands": 1372,

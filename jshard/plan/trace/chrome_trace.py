@@ -1,13 +1,13 @@
 """Reads a trace in Chrome's form, which Perfetto shows: ``trace.json.gz``."""
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from jshard.plan.trace.rows import Row
 from jshard.system.errors import UserError
+from jshard.system.files.untrusted import parse_json
 
 
 def read_chrome(file: Path) -> Iterator[Row]:
@@ -19,7 +19,7 @@ def read_chrome(file: Path) -> Iterator[Row]:
     try:
         data = file.read_bytes()
         text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-        events = json.loads(text)["traceEvents"]
+        events = parse_json(text)["traceEvents"]
         planes = {x["pid"]: x["args"]["name"] for x in _named(events, "process_name")}
         lines = {
             (x["pid"], x["tid"]): x["args"]["name"]

@@ -126,7 +126,9 @@ def compare(
         number = near = _devices(text)
     header = _HEADER.match(text)
     name = header[1] if header else ""
-    steps = find_steps(module, name, number, near, profile)
+    steps = find_steps(
+        module, name, number, near, profile, same_devices=timeline is None
+    )
     return _compare(module, steps, profile, timeline)
 
 

