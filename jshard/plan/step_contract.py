@@ -141,7 +141,7 @@ def _collectives(module: hlo.Module, number: int) -> _Facts:
 
 def _read(path: Path) -> _Facts:
     try:
-        kept = read_json(path)
+        kept: Any = read_json(path)
     except FileNotFoundError as error:
         raise UserError(
             f"{path}: there is no such contract; write it with {UPDATE}=1"
