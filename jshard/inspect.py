@@ -69,7 +69,9 @@ def _inspect(argv: list[str]) -> None:
             folder = checkpoints_folder(path)
             folders = [step_folder(folder, step) for step in find_steps(folder)]
             where = arguments.PATH if is_bucket(arguments.PATH) else folder
-            show(f"{where}: {len(folders)} checkpoints, the newest is shown")
+            several = len(folders) != 1
+            newest = "checkpoints, the newest is shown" if several else "checkpoint"
+            show(f"{where}: {len(folders)} {newest}")
             best = best_of(folder)
             problems = _show_all(folders, best, full=arguments.full)
             if problems and not arguments.verify:
