@@ -1,6 +1,7 @@
 """Contracts: what a compiled step sends and needs, in a file that holds it to that."""
 
 import collections
+import functools
 import json
 import os
 import re
@@ -86,6 +87,7 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
     text = _text(step)
     header = text.partition("\n")[0]
     facts: _Facts = {"format": _FORMAT, "jax": jax.__version__}
+    shares = None
     if isinstance(step, Plan):
         devices = list(step.program.mesh.devices.flat)
         facts["memory"] = {part.name: part.bytes for part in step.memory.parts}
@@ -93,6 +95,9 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
         if step.timeline is not None:
             facts["seconds"] = step.timeline.seconds
         module = step.module
+        stage = 0 if step.timeline is None else step.timeline.stage
+        if step.pipeline is not None:  # the traffic of a device of one stage
+            shares = functools.partial(step.pipeline.shares, device=stage)
     else:
         shardings = jax.tree.leaves((step.input_shardings, step.output_shardings))
         devices = list(max((x.device_set for x in shardings), key=len, default=()))
@@ -106,7 +111,7 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
     number = len(devices)
     facts["devices"] = f"{number} x {devices[0].device_kind}" if devices else "none"
     facts["donated"] = len(_ALIAS.findall(header))
-    facts["collectives"] = _collectives(module, number)
+    facts["collectives"] = _collectives(module, number, shares)
     return facts
 
 
@@ -121,20 +126,24 @@ def _text(step: Plan | jax.stages.Compiled) -> str:
     )
 
 
-def _collectives(module: hlo.Module, number: int) -> _Facts:
+def _collectives(module: hlo.Module, number: int, shares: Any) -> _Facts:
     """Counts collectives by what they are, and by where they come from."""
-    runs: dict[str, collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
+    runs: dict[str, dict[str, float]] = collections.defaultdict(
+        lambda: collections.defaultdict(float)
     )
-    received: collections.Counter[str] = collections.Counter()
-    for x, moved, times in transfers(module, module.entry, number, number):
+    received: dict[str, float] = collections.defaultdict(float)
+    for x, moved, times in transfers(module, module.entry, number, number, shares):
         if moved.group > 1:
             dtype = "+".join(sorted({name for name, _ in moved.dtypes}))
             kind = f"{moved.kind} {dtype} over {moved.group} devices"
-            runs[kind][x.source.partition("/")[2] or x.name] += round(times)
-            received[kind] += round(times * moved.wire_bytes)
+            runs[kind][x.source.partition("/")[2] or x.name] += times
+            received[kind] += times * moved.wire_bytes
     return {
-        kind: {"count": where.total(), "bytes": received[kind], "at": dict(where)}
+        kind: {
+            "count": round(sum(where.values())),
+            "bytes": round(received[kind]),
+            "at": {name: round(times) for name, times in where.items()},
+        }
         for kind, where in runs.items()
     }
 

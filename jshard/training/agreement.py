@@ -143,11 +143,19 @@ def share_secret(peers: Peers, folder: Path) -> bytes:
         assert secret is not None
         return secret
     file = folder / peers.publish("secret's file", f".secret-{secrets.token_hex(8)}")
+    written = ""
     if peers.index == 0:
-        mine = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-        with open(mine, "w") as opened:
-            opened.write(new_secret())
-    peers.share("secret written", "")
+        try:
+            mine = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with open(mine, "w") as opened:
+                opened.write(new_secret())
+        except OSError as error:
+            written = f"{file}: {error.strerror}"
+    if unwritten := peers.share("secret written", written)[0]:
+        raise UserError(
+            f"checkpoint.local: process 0 cannot write the job's secret: {unwritten}; "
+            f"give all processes one by {SECRET_FILE}=FILE"
+        )
     deadline = time.monotonic() + PATIENCE
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard
+from jshard.plan import hlo
+from jshard.plan.memory.breakdown import Memory, Part
+from jshard.plan.planning import Plan
 from jshard.plan.step_contract import UPDATE
 from jshard.system.errors import UserError
 from jshard.testing import assert_plan
@@ -145,6 +150,40 @@ def test_less_memory_and_what_the_tolerance_allows_pass(tmp_path, monkeypatch):
         else:
             with pytest.raises(AssertionError, match="memory per device, total"):
                 assert_plan(plain(), other)
+
+
+def planned(saved: int, seconds: float | None) -> Plan:
+    """A recipe's plan on two devices, with what a contract reads of one."""
+    text = (
+        "HloModule step, is_scheduled=true\n\n"
+        "ENTRY %main (x: f32[4]) -> f32[8] {\n"
+        "  %x = f32[4]{0} parameter(0)\n"
+        "  ROOT %all = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, "
+        'dimensions={0}, metadata={op_name="jit(step)/gather"}\n}\n'
+    )
+    mesh = SimpleNamespace(devices=np.array(jax.devices()[:2]))
+    program: Any = SimpleNamespace(mesh=mesh, gpu=None)
+    part = Part("saved activations", saved, "remat full")
+    memory = Memory((part,), 1000 + saved, 0, None, (), 2)
+    timeline: Any = seconds and SimpleNamespace(seconds=seconds, stage=0)
+    nothing: Any = None
+    return Plan(program, text, hlo.parse(text), memory, nothing, timeline, 0.0)
+
+
+def test_a_plan_is_held_to_its_memory_by_part_and_to_its_predicted_time(contract):
+    said = contract(planned(1000, 0.8), planned(4000, 0.9))
+    assert "- memory per device, saved activations: 1000 B -> 3.9 KiB" in said
+    assert "- memory per device, total: 2.0 KiB -> 4.9 KiB" in said
+    assert "- predicted step: 800.0 ms -> 900.0 ms" in said
+    assert "all-gather" not in said
+
+
+def test_a_plan_may_be_a_little_slower_and_much_faster(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv(UPDATE, "1")
+        assert_plan(planned(1000, 0.8), tmp_path / "step.json")
+    for seconds in (0.81, 0.1, None):
+        assert_plan(planned(1000, seconds), tmp_path / "step.json")
 
 
 @pytest.mark.parametrize(

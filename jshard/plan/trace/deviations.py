@@ -1,4 +1,4 @@
-"""Where a step went another way than expected, by cause."""
+"""Where a step deviated from what was expected, by cause."""
 
 import collections
 import statistics

@@ -59,7 +59,7 @@ def find_steps(
     """Finds a program in a profile, and cuts it into steps.
 
     A step is a run of the program where the profile names runs (CPUs do). Elsewhere it
-    begins with the first instruction that runs once a step.
+    begins with the first instruction that runs once per step.
 
     Args:
       module: the program.
@@ -186,7 +186,7 @@ def _started(module: Module) -> Callable[[Operation], Operation | None]:
 
 
 def _once(module: Module, names: set[str]) -> list[str]:
-    """Returns the instructions that run once a step, in the plan's order."""
+    """Returns the instructions that run once per step, in the plan's order."""
     found = module.entry.instructions
     return [x.name for x in found if x.name in names or _always_runs(x)]
 

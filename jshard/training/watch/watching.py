@@ -3,7 +3,8 @@
 import functools
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -149,20 +150,21 @@ class Watching:
         found = replay.explain(state, batch, here, other)
         ends, kept = self._settings.on_difference == "end", ""
         if ends and self._run.settings.checkpoint.every and step > self._first:
-            saving.save(step - 1, log)
-            saving.at_end(step - 1)
-            kept = f"; the state before it is saved as step {step - 1}"
+            try:
+                saving.save(step - 1, log)
+                saving.at_end(step - 1)
+                kept = f"; the state before it is saved as step {step - 1}"
+            except RunFailed as error:  # who computed wrong is told all the same
+                kept = f"; the state before it could not be saved: {error}"
         self._tell(step, found, batch, kept)
         return replay.here(state, batch)[0]
 
     def _tell(self, step: int, found: Difference, batch: Any, kept: str) -> None:
-        """Keeps evidence of a difference, and ends the run or says so."""
+        """Ends the run with what a difference shows, or says it."""
         devices, fetched = self._devices(), self._run.job.fsdp.fetch(batch)
         file = self._folder.path / f"difference-step-{step}.json"
-        if self._run.peers.index == 0:
-            keep_difference(file, step, found, devices, fetched)
-        ends = self._settings.on_difference == "end"
-        self._end_or_say(say_difference(step, found, devices), file, kept, ends=ends)
+        keep = functools.partial(keep_difference, file, step, found, devices, fetched)
+        self._end_or_say(say_difference(step, found, devices), file, kept, keep)
 
     def _compare(self, step: int, when: str = "") -> None:
         found = compare_copies(self._mesh, self._run.state)
@@ -171,15 +173,22 @@ class Watching:
             return
         devices = self._devices()
         file = self._folder.path / f"difference-after-step-{step}.json"
-        if self._run.peers.index == 0:
-            keep_copies(file, step, found, self._agreed, devices)
-        ends = self._settings.on_difference == "end"
+        keep = functools.partial(keep_copies, file, step, found, self._agreed, devices)
         line = say_copies(step, found, None if when else self._agreed, devices)
-        self._end_or_say(line, file, f", {when}" if when else "", ends=ends)
+        self._end_or_say(line, file, f", {when}" if when else "", keep)
 
-    def _end_or_say(self, line: str, file: Any, kept: str, *, ends: bool) -> None:
-        line = f"{line}{kept}; the hashes are in {self._run.shown}/{file.name}"
-        if ends:
+    def _end_or_say(
+        self, line: str, file: Path, kept: str, keep: Callable[[], None]
+    ) -> None:
+        """Keeps the evidence, and ends the run or says what was found."""
+        hashes = f"the hashes are in {self._run.shown}/{file.name}"
+        if self._run.peers.index == 0:
+            try:
+                keep()
+            except OSError as error:  # a full disk hides no device
+                hashes = f"the hashes could not be written: {error.strerror or error}"
+        line = f"{line}{kept}; {hashes}"
+        if self._settings.on_difference == "end":
             raise RunFailed(line)
         self._differences += 1
         self._display.say(f"{line}; the run goes on (watch.on_difference)")

@@ -349,6 +349,14 @@ def test_processes_that_were_given_none_share_a_secret_by_a_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_secret_that_cannot_be_written_ends_all_processes(tmp_path):
+    said = (
+        f"process 0 cannot write .*: No such file or directory; .* {SECRET_FILE}=FILE"
+    )
+    with pytest.raises(UserError, match=said):
+        share_secret(Two(), tmp_path / "missing")
+
+
 def test_a_process_without_the_others_secret_is_named(tmp_path):
     class Other(Two):
         def share(self, name: str, text: str) -> list[str]:

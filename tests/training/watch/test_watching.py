@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -159,6 +160,20 @@ def test_a_copy_that_differs_is_named_with_when_copies_agreed(
     assert (tmp_path / "run/difference-after-step-4.json").exists()
     saved = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     assert any(name.startswith("4") for name in saved) == (on_difference == "go_on")
+
+
+def test_a_full_disk_hides_no_device(tmp_path):
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    run = SimpleNamespace(shown="runs/mine", peers=SimpleNamespace(index=0))
+    settings = SimpleNamespace(on_difference="end")
+    watch: Any = SimpleNamespace(_run=run, _settings=settings)
+    said = r"^device 1 is wrong; the hashes could not be written: No space left on dev"
+    with pytest.raises(RunFailed, match=said):
+        watching.Watching._end_or_say(
+            watch, "device 1 is wrong", tmp_path / "difference.json", "", full
+        )
 
 
 @pytest.mark.parametrize(
