@@ -12,12 +12,14 @@ Data flows through its modules in this order, and imports go the other way:
 - ``cost``: the cost of its instructions, when each runs, and what they send;
 - ``memory``: XLA's buffers at the peak, by part;
 - ``planning``: combines these in a ``Plan``;
+- ``any_program``: plans of functions and files that are no recipe's (``plan``);
 - ``step_contract``: what a test holds a plan or any compiled step to;
 - ``trace``: what a profile shows beside the plan (``compare``);
 - ``search``: estimates, compiles and compares many programs;
 - ``output``: text, JSON, a trace, a page; and ``__main__``, the command.
 """
 
+from jshard.plan.any_program import plan, plan_file
 from jshard.plan.fit.hardware import GPU, GPUS
 from jshard.plan.start_up import describe
 from jshard.plan.topology import compile_for, devices, has_plugin, tracing_for
@@ -31,5 +33,7 @@ __all__ = [
     "describe",
     "devices",
     "has_plugin",
+    "plan",
+    "plan_file",
     "tracing_for",
 ]

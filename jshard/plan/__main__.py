@@ -1,5 +1,7 @@
 """Plans a recipe: `python -m jshard.plan --config=llama.py:3-8b --topology=h100:64`.
 
+With `--from-hlo=FILE` in place of a recipe it plans a program that XLA has compiled.
+
 Exit codes:
   0: The step fits the card, or there is no card to compare with.
   1: A bug.
@@ -7,6 +9,7 @@ Exit codes:
   3: The step does not fit; with --search, nothing that was compiled fits.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -18,6 +21,7 @@ from typing import Any
 import jax
 
 from jshard.plan import topology
+from jshard.plan.any_program import plan_file
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.fit.hardware import find_constants
 from jshard.plan.fit.memory_choice import DoesNotFit
@@ -33,7 +37,7 @@ from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
 from jshard.plan.trace.comparison import Comparison, compare
-from jshard.plan.trace.profile_reader import read_profile
+from jshard.plan.trace.profile_reader import Profile, read_profile
 from jshard.recipe.config.overrides import keys_help, read_words
 from jshard.recipe.config.run_config import complete
 from jshard.recipe.config.shared_keys import FITTED
@@ -61,7 +65,13 @@ COMMAND = Command(
     "prints its memory, traffic and timeline. Exits 0 if the step fits, 3 if it does "
     "not, 2 on bad input.",
     {
-        **RECIPE_OPTIONS,
+        "config": dataclasses.replace(RECIPE_OPTIONS["config"], required=False),
+        "config.KEY": RECIPE_OPTIONS["config.KEY"],
+        "from-hlo": Option(
+            None, "plans, in place of a recipe, a program that XLA has compiled for "
+            "these GPUs, from its text: what compiled.as_text() returns, or a "
+            "*_after_optimizations.txt of XLA's dumps", kind=Path, shown="FILE",
+        ),
         "topology": Option(
             None, "the GPUs to plan for, e.g. h100:64, eight per host (four for GB200 "
             f"and GB300); GPU is one of {', '.join(topology.GPUS)}, and {ATTACHED} "
@@ -139,6 +149,11 @@ def _plan_or_refuse(argv: list[str]) -> None:
 def _plan(argv: list[str]) -> None:
     arguments = COMMAND.parse(argv)
     where = arguments.topology
+    if arguments.from_hlo and not arguments.help:
+        _plan_file(arguments)
+        return
+    if arguments.config is None:
+        raise UserError("--config=FILE is missing, or --from-hlo=FILE; see --help")
     path = find_recipe(str(arguments.config))
     if not arguments.help:
         _check_topology(where)
@@ -172,14 +187,41 @@ def _plan(argv: list[str]) -> None:
         # What cannot be read is said before minutes of compiling.
         traced = read_profile(arguments.profile) if arguments.profile else None
         plan = plan_recipe(configured, where, speed, arguments.imbalance)
-        show("\n".join(plan_text.lines(plan)))
-        found = None
-        if traced is not None:
-            found = compare(plan, traced)
-            show("\n".join(["", *comparison_text.lines(found)]))
-        for name, content in _FILES.items():
-            if file := getattr(arguments, name):
-                _write(name, file, content(plan, found))
+        _show(plan, traced, arguments)
+
+
+def _plan_file(arguments: SimpleNamespace) -> None:
+    for name in ("config", "search", "imbalance"):
+        if getattr(arguments, name) != COMMAND.options[name].default:
+            raise UserError(f"--{name}: is of a recipe, and --from-hlo plans a file")
+    if arguments.config_keys or arguments.search_keys:
+        raise UserError("--config.KEY: is of a recipe, and --from-hlo plans a file")
+    where = arguments.topology
+    if where != ATTACHED:
+        topology.parse(where)
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    _check_files(arguments)
+    speed = find_constants(str(arguments.constants))
+    choose_platform()
+    traced = read_profile(arguments.profile) if arguments.profile else None
+    _show(plan_file(arguments.from_hlo, where, speed), traced, arguments)
+
+
+def _show(plan: Plan, traced: Profile | None, arguments: SimpleNamespace) -> None:
+    """Prints a plan and writes it to files; exits with 3 if it does not fit."""
+    if arguments.trace and plan.timeline is None:
+        raise UserError(
+            f"--trace={arguments.trace}: there is no timeline: the speed of "
+            f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
+        )
+    show("\n".join(plan_text.lines(plan)))
+    found = None
+    if traced is not None:
+        found = compare(plan, traced)
+        show("\n".join(["", *comparison_text.lines(found)]))
+    for name, content in _FILES.items():
+        if file := getattr(arguments, name):
+            _write(name, file, content(plan, found))
     if plan.fits is False:
         sys.exit(DOES_NOT_FIT)
 

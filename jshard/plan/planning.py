@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import time
+from typing import Any
 
 import jax
 
@@ -12,7 +13,7 @@ from jshard.plan.cost.ticks import Pipeline, pipeline_of
 from jshard.plan.cost.timeline import Timeline, replay
 from jshard.plan.cost.traffic import Traffic, count, least
 from jshard.plan.fit.device_memory import usable_bytes
-from jshard.plan.fit.hardware import FITTED, Constants, short_name
+from jshard.plan.fit.hardware import FITTED, GPU, Constants, short_name
 from jshard.plan.fit.memory_choice import Candidate, Traced, check_stages, fit
 from jshard.plan.memory import buffer_assignment
 from jshard.plan.memory.breakdown import Memory, memory
@@ -25,31 +26,41 @@ from jshard.sharding.settings.mesh import groups_of_examples, hosts_of, platform
 from jshard.system.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known of a job before it runs.
+    """What is known of a program before it runs.
 
     Attributes:
-      program: the traced step.
+      name: of what is planned.
+      about: what it is made for, in words.
+      topology: the devices, "h100:64" or "attached".
+      gpu: their card; None for devices that are not in ``GPUS``.
+      devices: how many.
+      device_kind: the name of one.
       text: the compiled program, in the order in which it runs.
       module: the same, parsed.
       memory: of a device, by part.
       traffic: the collectives of a step.
       timeline: when everything runs; None if the card is unknown (a CPU).
-      seconds: time that compiling took.
+      options: XLA's.
+      notes: what this plan does not know, in words.
       pipeline: what its stages do; None without a mesh.pipe.
-      chosen: what was chosen of the config by its memory, and why; empty if nothing.
     """
 
-    program: Program
+    name: str
+    about: str
+    topology: str
+    gpu: GPU | None
+    devices: int
+    device_kind: str
     text: str
     module: hlo.Module
     memory: Memory
     traffic: Traffic
     timeline: Timeline | None
-    seconds: float
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     pipeline: Pipeline | None = None
-    chosen: str = ""
 
     @property
     def fits(self) -> bool | None:
@@ -57,11 +68,15 @@ class Plan:
         return self.memory.fits
 
     @property
+    def has_experts(self) -> bool:
+        """Whether devices send each other tokens for experts."""
+        return False
+
+    @property
     def kind(self) -> str:
         """What runs must have been to confirm this step: "float8 on H100"."""
-        gpu = self.program.gpu
         flops: dict[str, float] = collections.defaultdict(float)
-        if gpu is None or self.timeline is None:
+        if self.gpu is None or self.timeline is None:
             return ""
         for event in self.timeline.events:
             flops[event.kind] += event.flops
@@ -69,21 +84,61 @@ class Plan:
         dtype = "float8" if flops[FLOAT8] else dtype
         dtype = "mxfp8" if flops[MXFP8] else dtype
         dtype = "nvfp4" if flops[NVFP4] else dtype
-        experts = " with experts" if has_experts(self.program.jaxpr) else ""
-        return f"{dtype}{experts} on {short_name(gpu.name)}"
+        dtype = dtype if sum(flops.values()) else "no products"
+        experts = " with experts" if self.has_experts else ""
+        return f"{dtype}{experts} on {short_name(self.gpu.name)}"
 
     @property
     def seconds_range(self) -> tuple[float, float] | None:
         """Between what a step may take; None if no run confirms steps of its kind."""
-        gpu = self.program.gpu
-        if gpu is None or self.timeline is None:
+        if self.gpu is None or self.timeline is None:
             return None
-        return gpu.constants.range_of(self.timeline.seconds, self.kind)
+        return self.gpu.constants.range_of(self.timeline.seconds, self.kind)
+
+    @property
+    def items_per_second(self) -> float | None:
+        """Tokens (or examples) per second on all devices; None if it is no recipe's."""
+        return None
+
+    @property
+    def unit(self) -> str:
+        """What these are: "tokens" or "examples"."""
+        return ""
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, if the model's FLOPs are known."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipePlan(Plan):
+    """What is known of a job before it runs.
+
+    Attributes:
+      program: the traced step.
+      seconds: time that compiling took.
+      chosen: what was chosen of the config by its memory, and why; empty if nothing.
+    """
+
+    program: Program
+    seconds: float
+    chosen: str = ""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether devices send each other tokens for experts."""
+        return has_experts(self.program.jaxpr)
 
     @property
     def items_per_second(self) -> float | None:
         """Tokens (or examples) per second on all devices."""
         return self.timeline and self.program.items / self.timeline.seconds
+
+    @property
+    def unit(self) -> str:
+        """What these are: "tokens" or "examples"."""
+        return self.program.unit
 
     @property
     def mfu(self) -> float | None:
@@ -96,7 +151,7 @@ def plan_recipe(
     topology: str,
     constants: Constants = FITTED,
     imbalance: float = 1.0,
-) -> Plan:
+) -> RecipePlan:
     """Plans a recipe as training would run it on the devices of a topology.
 
     What the config leaves open ("fit") is chosen as training chooses it, for the memory
@@ -127,7 +182,7 @@ def plan_recipe(
         micro = candidate.accumulate
         return Traced(program.jaxpr, program.state, micro, dict(sizes), network)
 
-    def planned(candidate: Candidate) -> tuple[int, Plan]:
+    def planned(candidate: Candidate) -> tuple[int, RecipePlan]:
         plan = make_plan(traced(candidate.apply(configured)), imbalance)
         return plan.memory.total, plan
 
@@ -141,7 +196,7 @@ def plan_recipe(
     return dataclasses.replace(found.made, chosen=found.note)
 
 
-def make_plan(program: Program, imbalance: float = 1.0) -> Plan:
+def make_plan(program: Program, imbalance: float = 1.0) -> RecipePlan:
     """Compiles a program, and derives memory, traffic and timeline from it.
 
     Raises:
@@ -166,4 +221,28 @@ def make_plan(program: Program, imbalance: float = 1.0) -> Plan:
     lowest = least(program.job.fsdp.mesh, policy, state, prefetch=prefetch)
     stage = 0 if timeline is None else timeline.stage
     traffic = Traffic(count(module, mesh.size, gpu, pipeline, stage), lowest)
-    return Plan(program, text, module, needed, traffic, timeline, seconds, pipeline)
+    return RecipePlan(
+        name=program.recipe.name,
+        about=_about(program, seconds),
+        topology=program.topology,
+        gpu=gpu,
+        devices=mesh.size,
+        device_kind=gpu.name if gpu else mesh.devices.flat[0].device_kind,
+        text=text,
+        module=module,
+        memory=needed,
+        traffic=traffic,
+        timeline=timeline,
+        options=program.options,
+        pipeline=pipeline,
+        program=program,
+        seconds=seconds,
+    )
+
+
+def _about(program: Program, seconds: float) -> str:
+    """Returns mesh, batch, and the time that compiling took."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+    size = program.job.configured.settings.batch_size
+    batch = f"batch {size}: {program.items:,} {program.unit}"
+    return f"{mesh}; {batch} per step; compiled in {seconds:.1f} s"

@@ -89,7 +89,7 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
     facts: _Facts = {"format": _FORMAT, "jax": jax.__version__}
     shares = None
     if isinstance(step, Plan):
-        devices = list(step.program.mesh.devices.flat)
+        number, kind = step.devices, step.device_kind
         facts["memory"] = {part.name: part.bytes for part in step.memory.parts}
         facts["memory"]["total"] = step.memory.total
         if step.timeline is not None:
@@ -101,6 +101,8 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
     else:
         shardings = jax.tree.leaves((step.input_shardings, step.output_shardings))
         devices = list(max((x.device_set for x in shardings), key=len, default=()))
+        number = len(devices)
+        kind = devices[0].device_kind if devices else ""
         sizes: Any = step.memory_analysis()
         facts["memory"] = {
             "arguments": sizes.argument_size_in_bytes,
@@ -108,8 +110,7 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
             "total": compiled_bytes(step),
         }
         module = hlo.parse(text)
-    number = len(devices)
-    facts["devices"] = f"{number} x {devices[0].device_kind}" if devices else "none"
+    facts["devices"] = f"{number} x {kind}" if number else "none"
     facts["donated"] = len(_ALIAS.findall(header))
     facts["collectives"] = _collectives(module, number, shares)
     return facts

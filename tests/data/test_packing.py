@@ -131,12 +131,14 @@ MODELS: dict[str, Any] = {
 @pytest.mark.slow  # test_decoder_family.py has gemma's
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, name):
+    # jax.nn.dot_product_attention takes every softmax in float32.
+    tolerance = 1e-5 if name == "llama" else 1e-9
     with jax.enable_x64(True):
         kind, config = MODELS[name]
-        check_losses(kind, config, folder)
+        check_losses(kind, config, folder, tolerance)
 
 
-def check_losses(kind, config, folder):
+def check_losses(kind, config, folder, tolerance):
     """Compares sums of losses and of gradients."""
     data = text(folder, sequence_length=T, pack=True, max_segments=4)
     found = [window(data, i) for i in range(8)]
@@ -167,7 +169,7 @@ def check_losses(kind, config, folder):
     other, other_grad = nnx.jit(nnx.value_and_grad(loss_alone))(model)
     np.testing.assert_allclose(one, other, rtol=1e-12)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
         one_grad,
         other_grad,
     )

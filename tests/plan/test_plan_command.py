@@ -53,8 +53,8 @@ def test_the_devices_at_hand_have_memory_and_traffic_and_no_timeline(plan, tmp_p
     found = json.loads((tmp_path / "json").read_text())
     assert set(found) == {
         "schema", "versions", "recipe", "config", "topology", "gpu", "mesh", "batch",
-        "compile_seconds", "fits", "memory", "traffic", "pipeline", "timeline",
-        "options", "model",
+        "compile_seconds", "name", "devices", "notes", "fits", "memory", "traffic",
+        "pipeline", "timeline", "options", "model",
     }  # fmt: skip
     assert found["schema"] == 2
     assert found["config"]["model.width"] == 32
@@ -80,7 +80,7 @@ def is_self_contained(page: str) -> bool:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "--config=FILE is missing; see --help"),
+        ([], "--topology=GPU:NUMBER is missing; see --help"),
         (["--config=gpt.py"], "--topology=GPU:NUMBER is missing; see --help"),
         (["--config=no.py", "--topology=attached"], "no recipe 'no.py'"),
         (["--topolgy=h100:8"], "did you mean --topology?"),

@@ -304,9 +304,7 @@ def test_a_copy_from_the_host_takes_the_bus_of_the_gpu(spec, bus):
 
 
 def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):
-    recipe = SimpleNamespace(name="hand")
-    program = SimpleNamespace(recipe=recipe, topology="h100:16")
-    plan: Any = SimpleNamespace(program=program, timeline=timeline)
+    plan: Any = SimpleNamespace(name="hand", topology="h100:16", timeline=timeline)
     written = json.loads(json.dumps(trace(plan)))["traceEvents"]
     threads = {
         x["tid"]: x["args"]["name"] for x in written if x["name"] == "thread_name"

@@ -161,13 +161,15 @@ def planned(saved: int, seconds: float | None) -> Plan:
         "  ROOT %all = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, "
         'dimensions={0}, metadata={op_name="jit(step)/gather"}\n}\n'
     )
-    mesh = SimpleNamespace(devices=np.array(jax.devices()[:2]))
-    program: Any = SimpleNamespace(mesh=mesh, gpu=None)
     part = Part("saved activations", saved, "remat full")
     memory = Memory((part,), 1000 + saved, 0, None, (), 2)
     timeline: Any = seconds and SimpleNamespace(seconds=seconds, stage=0)
     nothing: Any = None
-    return Plan(program, text, hlo.parse(text), memory, nothing, timeline, 0.0)
+    return Plan(
+        name="step", about="", topology="", gpu=None, devices=2, device_kind="cpu",
+        text=text, module=hlo.parse(text), memory=memory, traffic=nothing,
+        timeline=timeline,
+    )  # fmt: skip
 
 
 def test_a_plan_is_held_to_its_memory_by_part_and_to_its_predicted_time(contract):

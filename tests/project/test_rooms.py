@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5964,
+    "system": 5967,
     "sharding": 1,
     "sharding/settings": 1958,
     "sharding/layout": 2601,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6786,
     "recipe": 2954,
-    "plan": 8048,
+    "plan": 8846,
     "inference": 2498,
     "training": 6714,
     "the commands": 1374,

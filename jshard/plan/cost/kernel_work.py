@@ -167,16 +167,16 @@ def _traffic(
         yield any(a.on_host for a in operands[0].arrays), 2 * x.bytes
         return
     inside = module.body(x, "calls") if x.opcode in ("fusion", "fusion-start") else None
-    updates = dict(_updates(inside)) if inside else {}
+    changed = dict(updates(inside)) if inside else {}
     for number, operand in enumerate(operands):
         nbytes = operand.bytes
         if inside is not None:
             parameter = inside.parameters[number]
-            nbytes = _read(inside, parameter, parameter.name in updates)
+            nbytes = _read(inside, parameter, parameter.name in changed)
         yield bool(operand.arrays) and operand.arrays[0].on_host, nbytes
     # The type of an asynchronous fusion holds its operands, too.
     results = list(x.arrays if inside is None else inside.root.arrays)
-    for target, update in updates.items():
+    for target, update in changed.items():
         for array in update.arrays:
             yield array.on_host, array.bytes
         # The result in place of the target is as large, and written only there.
@@ -208,7 +208,7 @@ def _real_users(inside: Computation, x: Instruction) -> Iterator[Instruction]:
             yield user
 
 
-def _updates(inside: Computation) -> Iterator[tuple[str, Instruction]]:
+def updates(inside: Computation) -> Iterator[tuple[str, Instruction]]:
     """(the parameter's name, the update) of each result that is updated in place."""
 
     def without_bitcast(x: Instruction) -> Instruction:

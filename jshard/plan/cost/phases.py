@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jshard.plan.cost.streams import COMPUTE, Event, Loops
 from jshard.plan.cost.timeline import Timeline
-from jshard.plan.hlo.program_text import direction
+from jshard.plan.hlo.program_text import BACKWARD, FORWARD, STEP, direction
 from jshard.sharding.settings.scopes import LAYERS
 
 
@@ -48,6 +48,8 @@ class Phases:
         self._kernels = [e for e in timeline.events if e.stream == COMPUTE]
         self._gathers = [e for e in timeline.events if e.kind == "all-gather"]
         self._layer_loops = _layer_loops(timeline)
+        ways_found = {direction(event.source) for event in self._kernels}
+        self._has_gradient = bool(ways_found & {FORWARD, BACKWARD})
         layers, others, spent = [], {}, 0.0
         for event in self._kernels:
             if self._trip(event) or _in_layers(event):
@@ -82,8 +84,9 @@ class Phases:
 
     def _direction(self, event: Event) -> str:
         """The direction of its loop over layers, or of its own JAX operation."""
-        trip = self._trip(event)
-        return self._layer_loops[trip[0]] if trip else direction(event.source)
+        if trip := self._trip(event):
+            return self._layer_loops[trip[0]]
+        return direction(event.source) if self._has_gradient else STEP
 
     def of(self, event: Event) -> str:
         """Returns "forward, layers", "backward, before the layers", "update", ..."""
@@ -112,7 +115,7 @@ class Phases:
         kind = event.kind
         if kind == "memory":  # the JAX operation says more, if XLA kept it
             operation = event.source.split(";")[0].rpartition("/")[2]
-            kind = operation.split(".")[0] or kind
+            kind = operation.partition("[")[0].split(".")[0] or kind
         again = "recomputed " if "rematted_computation" in event.source else ""
         return f"{again}{kind} ({self.of(event)})"
 

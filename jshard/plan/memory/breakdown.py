@@ -48,6 +48,7 @@ class Memory:
     usable: int | None  # bytes of the card, or None without a card
     host: tuple[Part, ...]  # what one device keeps in pinned host memory
     devices_a_host: int  # how many devices share a host
+    exact: bool = True  # whether the total is XLA's own
 
     @property
     def fits(self) -> bool | None:

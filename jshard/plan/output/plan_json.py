@@ -13,7 +13,7 @@ from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.fit.hardware import FITTED
 from jshard.plan.output.plan_text import options
-from jshard.plan.planning import Plan
+from jshard.plan.planning import Plan, RecipePlan
 from jshard.system.compat.versions import versions
 
 SCHEMA = 2
@@ -21,17 +21,16 @@ SCHEMA = 2
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Returns the plan without events and program, in bytes, seconds and FLOP/s."""
-    program, traffic = plan.program, plan.traffic
+    traffic = plan.traffic
     return {
         "schema": SCHEMA,
         "versions": versions(("jax", "jaxlib", "flax", "optax")),
-        "recipe": program.recipe.name,
-        "config": program.job.configured.values,
-        "topology": program.topology,
-        "gpu": None if program.gpu is None else dataclasses.asdict(program.gpu),
-        "mesh": dict(program.mesh.shape),
-        "batch": {"items": program.items, "unit": program.unit},
-        "compile_seconds": plan.seconds,
+        "name": plan.name,
+        **_of_recipe(plan),
+        "topology": plan.topology,
+        "gpu": None if plan.gpu is None else dataclasses.asdict(plan.gpu),
+        "devices": plan.devices,
+        "notes": list(plan.notes),
         "fits": plan.fits,
         "memory": plan.memory.as_dict(),
         "traffic": {
@@ -50,8 +49,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
             {"name": name, "value": value, "reason": reason}
             for name, value, reason in options(plan)
         ],
-        "model": assumptions(program.gpu.constants if program.gpu else FITTED),
+        "model": assumptions(plan.gpu.constants if plan.gpu else FITTED),
     }
+
+
+def _of_recipe(plan: Plan) -> dict[str, Any]:
+    names = ("recipe", "config", "mesh", "batch", "compile_seconds")
+    if not isinstance(plan, RecipePlan):
+        return dict.fromkeys(names)
+    program = plan.program
+    batch = {"items": program.items, "unit": program.unit}
+    config, mesh = program.job.configured.values, dict(program.mesh.shape)
+    found = (program.recipe.name, config, mesh, batch, plan.seconds)
+    return dict(zip(names, found, strict=True))
 
 
 def _pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
@@ -75,7 +85,7 @@ def _pipeline(plan: Plan, pipeline: Pipeline) -> dict[str, Any]:
 
 def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     phases = Phases(timeline)
-    per_second = plan.items_per_second or 0.0
+    per_second = plan.items_per_second
 
     def event(x: Event | None) -> dict[str, Any] | None:
         return x and {
@@ -96,7 +106,7 @@ def _timeline(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "stragglers": timeline.stragglers,
         "waits_for_copies": timeline.waits_for_copies,
         "items_per_second": per_second,
-        "items_per_second_a_device": per_second / plan.program.mesh.size,
+        "items_per_second_a_device": per_second and per_second / plan.devices,
         "mfu": plan.mfu,
         "busy": {stream: timeline.busy(stream) for stream in STREAMS},
         "phases": phases.seconds(),
@@ -125,7 +135,7 @@ def trace(plan: Plan) -> dict[str, Any]:
     if timeline is None:
         raise ValueError("no timeline")
     phases = Phases(timeline)
-    title = f"{plan.program.recipe.name} on {plan.program.topology}, one device"
+    title = f"{plan.name} on {plan.topology}, one device"
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}}
     ]

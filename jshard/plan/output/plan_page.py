@@ -39,7 +39,7 @@ def render(plan: Plan) -> str:
     """Renders the page."""
     return document(
         plan_text.heading(plan),
-        plan_text.job(plan),
+        plan.about,
         [_tiles(plan), *(section(*part) for part in _sections(plan))],
         ["page.css", "plan.css"],
         ["plan.js"] if plan.timeline is not None else [],
@@ -51,6 +51,9 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yields headings, and content as HTML."""
     timeline, traffic = plan.timeline, plan.traffic
     memory = _memory(plan.memory)
+    if plan.notes:
+        notes = "".join(note(f"{text[0].upper()}{text[1:]}.") for text in plan.notes)
+        yield "What this plan does not know", notes
     if plan.pipeline is not None:
         memory += note(f"{plan_text.activations(plan.pipeline).capitalize()}.")
         if timeline is not None:
@@ -71,40 +74,46 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
         phases = Phases(timeline).seconds().items()
         rows = [(name, format_seconds(seconds)) for name, seconds in phases]
         yield "Kernels by phase", table(rows)
-    if plan.program.options:
+    if plan.options:
         rows = [
             (f"{name}={value}", why) for name, value, why in plan_text.options(plan)
         ]
         given = f"{len(rows)} options for this step"
         yield "XLA options", folded(given, table(rows, kind="options"))
-    if plan.program.gpu is not None:
-        model = assumed(plan.program.gpu.constants)
+    if plan.gpu is not None:
+        model = assumed(plan.gpu.constants)
         yield "Model", note(f"{model}. {_NO_CONTENTION}")
 
 
 def _tiles(plan: Plan) -> str:
     figures = []
     if plan.timeline is not None:
-        per_second, unit = plan.items_per_second or 0.0, plan.program.unit
         seconds, exposed = plan.timeline.seconds, plan.timeline.exposed
         share = f"exposed communication, {exposed / seconds:.1%} of the step"
         sure = plan_text.step_range(plan) or f"not confirmed for {plan.kind}"
         figures = [
             (format_seconds(seconds), f"per step ({sure})"),
             *([] if plan.mfu is None else [(f"{plan.mfu:.1%}", "MFU")]),
-            (format_count(per_second / plan.program.mesh.size), f"{unit}/s per GPU"),
-            (format_count(per_second), f"{unit}/s"),
+            *_rates(plan.items_per_second, plan.unit, plan.devices),
             (format_seconds(exposed), share),
         ]
         if plan.pipeline is not None:
             idle = "bubble: a device waits for other stages"
             figures.append((f"{plan.timeline.bubble:.1%}", idle))
-    of = "per device"
+    of = "per device" if plan.memory.exact else "per device, about"
     if plan.memory.usable is not None:
         fits = "fits" if plan.fits else "does not fit"
         of = f"of {format_bytes(plan.memory.usable)} usable: {fits}"
     figures.append((format_bytes(plan.memory.total), of))
     return tiles(figures)
+
+
+def _rates(
+    per_second: float | None, unit: str, devices: int
+) -> Iterator[tuple[str, str]]:
+    if per_second is not None:
+        yield format_count(per_second / devices), f"{unit}/s per GPU"
+        yield format_count(per_second), f"{unit}/s"
 
 
 def _charts(timeline: Timeline) -> Iterator[str]:

@@ -10,7 +10,7 @@ from jshard.plan.cost.ticks import Pipeline
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.cost.traffic import Traffic
 from jshard.plan.memory.breakdown import Memory, Part
-from jshard.plan.planning import Plan
+from jshard.plan.planning import Plan, RecipePlan
 from jshard.system.compat import xla_options
 from jshard.system.formatting import format_bytes, format_count, format_seconds
 
@@ -20,11 +20,13 @@ GAPS = 10
 def lines(plan: Plan) -> Iterator[str]:
     """Yields the lines of the report."""
     yield heading(plan)
-    yield job(plan)
+    yield plan.about
+    for note in plan.notes:
+        yield from textwrap.wrap(f"note: {note}", 96, subsequent_indent="    ")
     if plan.module.imbalance > 1:
         times = f"{plan.module.imbalance:g} times an even share"
         yield f"experts: a device sends at most {times} of its tokens to one expert"
-    if plan.chosen:
+    if isinstance(plan, RecipePlan) and plan.chosen:
         yield f"chosen: {plan.chosen}"
     yield ""
     rows = [("MEMORY per device", "", "", ""), *memory_rows(plan.memory)]
@@ -44,7 +46,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield "TIMELINE        none: the speed of these devices is unknown"
     else:
         yield from _timeline(plan, plan.timeline)
-    if plan.program.options:
+    if plan.options:
         yield ""
         yield "OPTIONS of XLA"
         for name, value, reason in options(plan):
@@ -52,9 +54,9 @@ def lines(plan: Plan) -> Iterator[str]:
             yield from textwrap.wrap(
                 reason, 96, initial_indent="    ", subsequent_indent="    "
             )
-    if plan.program.gpu is not None:
+    if plan.gpu is not None:
         yield ""
-        model = assumed(plan.program.gpu.constants)
+        model = assumed(plan.gpu.constants)
         yield from textwrap.wrap(f"MODEL: {model}; docs/plan.md has its limits", 96)
     yield ""
     yield _verdict(plan)
@@ -62,28 +64,18 @@ def lines(plan: Plan) -> Iterator[str]:
 
 def heading(plan: Plan) -> str:
     """Returns "llama:3-8b on 64 x NVIDIA H100 80GB HBM3", for example."""
-    mesh, gpu = plan.program.mesh, plan.program.gpu
-    kind = gpu.name if gpu else mesh.devices.flat[0].device_kind
-    return f"{plan.program.recipe.name} on {mesh.size} x {kind}"
-
-
-def job(plan: Plan) -> str:
-    """Returns mesh, batch, and the time that compiling took."""
-    program = plan.program
-    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
-    size = program.job.configured.settings.batch_size
-    batch = f"batch {size}: {program.items:,} {program.unit}"
-    return f"{mesh}; {batch} per step; compiled in {plan.seconds:.1f} s"
+    return f"{plan.name} on {plan.devices} x {plan.device_kind}"
 
 
 def _verdict(plan: Plan) -> str:
     """Returns "fits: 9.6 of 75.2 GiB", for example."""
     total, usable = plan.memory.total, plan.memory.usable
+    about = "" if plan.memory.exact else "about "
     if usable is None:
-        return f"needs {format_bytes(total)} per device; no GPU to compare with"
+        return f"needs {about}{format_bytes(total)} per device; no GPU to compare with"
     does = "fits" if plan.fits else "does not fit"
     needs = f"{total / 2**30:.1f}" if total >= 2**30 else format_bytes(total)
-    return f"{does}: {needs} of {usable / 2**30:.1f} GiB"
+    return f"{does}: {about}{needs} of {usable / 2**30:.1f} GiB"
 
 
 def options(plan: Plan) -> list[tuple[str, object, str]]:
@@ -91,8 +83,7 @@ def options(plan: Plan) -> list[tuple[str, object, str]]:
     known = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
     other = (None, "asked for by config.compiler_options")
     return [
-        (name, value, known.get(name, other)[1])
-        for name, value in plan.program.options.items()
+        (name, value, known.get(name, other)[1]) for name, value in plan.options.items()
     ]
 
 
@@ -154,9 +145,10 @@ def _timeline(plan: Plan, timeline: Timeline) -> Iterator[str]:
 
 def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
     """Yields rows of a table of a step's times: name, value, remark."""
-    per_second = plan.items_per_second or 0.0
-    one = format_count(per_second / plan.program.mesh.size)
-    speed = f"{format_count(per_second)} {plan.program.unit}/s, {one} per GPU"
+    speed = ""
+    if plan.items_per_second is not None:
+        one = format_count(plan.items_per_second / plan.devices)
+        speed = f"{format_count(plan.items_per_second)} {plan.unit}/s, {one} per GPU"
     floor = "with all communication hidden"
     seconds, exposed = timeline.seconds, timeline.exposed
     if plan.mfu is not None:

@@ -117,8 +117,8 @@ def compare(
         profile = read_profile(profile)
     timeline, near = None, 1
     if isinstance(plan, Plan):
-        text, module, number = plan.text, plan.module, plan.program.mesh.size
-        timeline, gpu = plan.timeline, plan.program.gpu
+        text, module, number = plan.text, plan.module, plan.devices
+        timeline, gpu = plan.timeline, plan.gpu
         near = number if gpu is None else gpu.host
     else:
         text = plan.as_text() or ""

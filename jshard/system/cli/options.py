@@ -128,7 +128,10 @@ class Command:
             if option.required and name not in found and not wants_help:
                 raise UserError(f"{option.label(name)} is missing; see --help")
             found.setdefault(name, option.default)
-        values = {name.replace(".KEY", "_keys"): value for name, value in found.items()}
+        values = {
+            name.replace(".KEY", "_keys").replace("-", "_"): value
+            for name, value in found.items()
+        }
         return SimpleNamespace(**values, help=wants_help)
 
     def _split(self, word: str, found: Iterable[str]) -> tuple[str, str, str | None]:

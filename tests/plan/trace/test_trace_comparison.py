@@ -4,7 +4,6 @@ import dataclasses
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -64,10 +63,12 @@ MS = 1e-3
 
 
 def planned(devices: int = 2) -> Any:
-    program: Any = SimpleNamespace(mesh=SimpleNamespace(size=devices), gpu=GPU)
     nothing: Any = None
-    text = "HloModule step, is_scheduled=true"
-    return Plan(program, text, MODULE, nothing, nothing, TIMELINE, 0.0)
+    return Plan(
+        name="step", about="", topology="", gpu=GPU, devices=devices, device_kind="",
+        text="HloModule step, is_scheduled=true", module=MODULE, memory=nothing,
+        traffic=nothing, timeline=TIMELINE,
+    )  # fmt: skip
 
 
 def one_step(begin: float = 0.0) -> list[Kernel]:
