@@ -39,6 +39,7 @@ def test_a_run_from_a_folder_and_back(train, tmp_path):
     assert "starting from the parameters of hf" in run.stdout
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"] == {
         "from": "hf",
+        "ignore": "",
         "layers": 3,
         "width": 16,
         "experts": 4,

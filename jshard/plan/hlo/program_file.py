@@ -71,7 +71,7 @@ def parse_program(path: Path, text: str) -> Module:
 
 def _not_understood(text: str) -> Iterator[tuple[int, str]]:
     """Yields number and text of lines within computations that are no instruction."""
-    inside = False
+    inside, number = False, 0
     instruction = re.compile(r"\s+(ROOT )?%[\w.\-]+ = \S.* ?[a-z][\w\-]*\(")
     for number, line in enumerate(text.splitlines(), 1):
         if not inside:
