@@ -74,8 +74,9 @@ COMMAND = Command(
         ),
         "topology": Option(
             None, "the GPUs to plan for, e.g. h100:64, eight per host (four for GB200 "
-            f"and GB300); GPU is one of {', '.join(topology.GPUS)}, and {ATTACHED} "
-            "stands for this machine's devices (no timeline on CPUs)", kind=str,
+            f"and GB300); GPU is one of {', '.join(topology.GPUS)}, or a file of your "
+            f"own cluster, e.g. cluster.toml:64, and {ATTACHED} stands for this "
+            "machine's devices (no timeline on CPUs)", kind=str,
             required=True, shown="GPU:NUMBER",
         ),
         "constants": Option(

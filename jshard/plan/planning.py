@@ -86,7 +86,8 @@ class Plan:
         dtype = "nvfp4" if flops[NVFP4] else dtype
         dtype = dtype if sum(flops.values()) else "no products"
         experts = " with experts" if self.has_experts else ""
-        return f"{dtype}{experts} on {short_name(self.gpu.name)}"
+        own = f", as {self.gpu.source} has it" if self.gpu.source else ""
+        return f"{dtype}{experts} on {short_name(self.gpu.name)}{own}"
 
     @property
     def seconds_range(self) -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,34 +13,38 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jshard.nn.attention import ABSENT_GPU
+from jshard.plan.fit.cluster_file import SUFFIX, read_cluster
 from jshard.plan.fit.hardware import GPU, GPUS
 from jshard.system.cli.machine.platform import has_cuda_plugin as has_plugin
 from jshard.system.compat import absent_gpus
 from jshard.system.errors import UserError
+from jshard.system.formatting import did_you_mean
 
 CUDNN = (9, 11, 0)  # JAX asks for 9.8, and for 9.11 to attend on B300 and GB300
 CUDA = (12, 9, 0)
 
 
 def parse(spec: str) -> tuple[GPU, int]:
-    """Parses ``"h100:64"`` into the GPU and 64.
+    """Parses ``"h100:64"``, or ``"cluster.toml:64"``, into the GPU and 64.
 
     The GPU's ``domain`` is that of so many: they fill as few NVLink domains as hold
     equal numbers of hosts. 256 GB200s are four times 64 of a rack's 72.
 
     Raises:
-      UserError: the spec has another form, the GPU is unknown, or the number does not
-        fill hosts.
+      UserError: the spec has another form, the GPU is unknown, the number does not
+        fill hosts, or the file is not that of a cluster.
     """
-    match = re.fullmatch(r"(\w+):(\d{1,6})", spec)
+    match = re.fullmatch(r"(.+):(\d{1,6})", spec)
     if match is None:
         raise UserError(f"topology: {spec!r} is not GPU:NUMBER, like h100:64")
     name, number = match[1].lower(), int(match[2])
-    if name not in GPUS:
+    if not name.endswith(SUFFIX) and name not in GPUS:
+        hint = did_you_mean(name, GPUS, cutoff=0.8)
         raise UserError(
-            f"topology: unknown GPU {match[1]!r}; possible: {', '.join(GPUS)}"
+            f"topology: unknown GPU {match[1]!r}{hint}; possible: "
+            f"{', '.join(GPUS)}, or a {SUFFIX} file of your own"
         )
-    gpu = GPUS[name]
+    gpu = GPUS[name] if name in GPUS else read_cluster(Path(match[1]))
     if number < 1 or (number > gpu.host and number % gpu.host):
         raise UserError(
             f"topology: {spec!r}: the number of GPUs must be 1 to {gpu.host}, or a "

@@ -1,5 +1,10 @@
 """Absent GPUs can be named, and compiled for."""
 
+import dataclasses
+import re
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,7 +13,9 @@ import pytest
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
 from jshard.plan import GPUS, devices, has_plugin
+from jshard.plan.cost.kernel_work import MATRIX
 from jshard.plan.fit.hardware import peak_flops, short_name
+from jshard.plan.planning import Plan
 from jshard.plan.topology import parse
 from jshard.sharding.settings.mesh import BATCH
 
@@ -39,8 +46,12 @@ def test_a_number_of_gpus_fills_equal_domains_of_fast_links(spec, host, domain):
 
 def test_each_gpu_is_known_by_its_own_name():
     names = {name: short_name(gpu.name).lower() for name, gpu in GPUS.items()}
-    assert {**names, "rtx4090": "rtx4090", "a6000": "a6000"} == {n: n for n in GPUS}
-    assert (names["rtx4090"], names["a6000"]) == ("rtx 4090", "rtx a6000")
+    others = {
+        "rtx4090": "rtx 4090", "rtx5090": "rtx 5090", "rtx6000ada": "rtx 6000 ada",
+        "rtxpro6000": "rtx pro 6000", "a6000": "rtx a6000", "a100-40": "a100",
+        "h100-pcie": "h100 pcie",
+    }  # fmt: skip
+    assert names == {n: n for n in GPUS} | others
     for gpu in GPUS.values():
         assert peak_flops(gpu.name) == gpu.flops
 
@@ -48,7 +59,8 @@ def test_each_gpu_is_known_by_its_own_name():
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("v100:8", "unknown GPU 'v100'; possible: a100, h100, h200, b200, b300"),
+        ("v100:8", "unknown GPU 'v100'; possible: a100, a100-40, h100, h100-pcie"),
+        ("rtx6000:8", "unknown GPU 'rtx6000'; did you mean rtxpro6000?"),
         ("h100", "'h100' is not GPU:NUMBER, like h100:64"),
         ("h100:eight", "is not GPU:NUMBER"),
         ("h100:-8", "is not GPU:NUMBER"),
@@ -60,6 +72,73 @@ def test_each_gpu_is_known_by_its_own_name():
 def test_other_specs_are_refused_with_what_is_possible(spec, says):
     with pytest.raises(jshard.UserError, match=says):
         devices(spec)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "cluster.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_a_clusters_file_says_how_it_differs_from_a_known_gpu(cluster):
+    path = cluster('gpu = "H100"\nmemory = 99_000_000_000\nnetwork = 50\n')
+    gpu, number = parse(f"{path}:16")
+    assert number == 16
+    changed = {"memory": 99_000_000_000, "port": 0.125, "source": "cluster.toml"}
+    assert gpu == dataclasses.replace(GPUS["h100"], **changed)
+    assert gpu.network_port == pytest.approx(GPUS["h100"].network_port / 8)
+
+
+def test_a_cluster_has_hosts_and_domains_of_its_own(cluster):
+    path = cluster('gpu = "a100"\ngpus_per_host = 4\n')
+    assert [(gpu.host, gpu.domain) for gpu, _ in [parse(f"{path}:12")]] == [(4, 4)]
+    with pytest.raises(jshard.UserError, match="must be 1 to 4, or a multiple of 4"):
+        parse(f"{path}:6")
+    path = cluster('gpu = "gb200"\ngpus_per_domain = 36\n')
+    assert [(gpu.host, gpu.domain) for gpu, _ in [parse(f"{path}:72")]] == [(4, 36)]
+
+
+def test_figures_of_ones_own_are_confirmed_by_no_run(cluster):
+    own, _ = parse(cluster('gpu = "h100"') + ":8")
+    product = SimpleNamespace(kind=MATRIX, flops=1e15)
+    timeline: Any = SimpleNamespace(events=[product], seconds=1.0)
+    nothing: Any = None
+
+    def plan(gpu):
+        return Plan(
+            name="", about="", topology="", gpu=gpu, devices=8, device_kind="",
+            text="", module=nothing, memory=nothing, traffic=nothing, timeline=timeline,
+        )  # fmt: skip
+
+    assert plan(GPUS["h100"]).seconds_range is not None
+    assert plan(own).kind == "bf16 on H100, as cluster.toml has it"
+    assert plan(own).seconds_range is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpu = ", "is not TOML"),
+        ("network = 50", "gpu = None must name the GPU that these are most like: a100"),
+        ('gpu = "v100"', "gpu = 'v100' must name the GPU"),
+        ('gpu = "h100"\nnetwrok = 50', "unknown key 'netwrok'; did you mean network?"),
+        ('gpu = "h100"\nnetwork = 0', "network = 0 must be Gb/s in one direction"),
+        ('gpu = "h100"\nnetwork = "50"', "network = '50' must be Gb/s"),
+        ('gpu = "h100"\nnetwork = inf', "network = inf must be Gb/s"),
+        ('gpu = "h100"\nmemory = 80.5', "memory = 80.5 must be bytes per GPU"),
+        ('gpu = "h100"\nflops = true', "flops = True must be FLOP/s"),
+        ('gpu = "h100"\ngpus_per_domain = 12', "must be a multiple of the 8 GPUs"),
+    ],
+)
+def test_what_is_no_clusters_file_is_refused(cluster, text, says):
+    with pytest.raises(jshard.UserError, match=re.escape(says)):
+        parse(f"{cluster(text)}:8")
+    with pytest.raises(jshard.UserError, match=r"no\.toml: No such file or directory"):
+        parse("no.toml:8")
 
 
 def test_without_the_cuda_plugin_the_error_says_what_to_install(monkeypatch):

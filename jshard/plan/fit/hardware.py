@@ -15,8 +15,8 @@ from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_json
 
 # Dense bf16 peak in FLOP/s with sums in float32, from the vendor's data sheets (for
-# GeForce and RTX: white papers of GA102 and Ada). The first name that is part of
-# `device_kind` counts.
+# GeForce and RTX: white papers of GA102, Ada and Blackwell). The first name that is
+# part of `device_kind` counts.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -27,8 +27,11 @@ PEAK_FLOPS = {
     "B200": 2250e12,
     "B300": 2250e12,
     "RTX 4090": 165.2e12,
+    "RTX 5090": 209.5e12,
     "L40S": 362.05e12,
     "RTX A6000": 154.8e12,
+    "RTX 6000 Ada": 364.25e12,
+    "RTX PRO 6000": 503.8e12,
 }
 # The rate of dense fp4 products by that of bf16 ones, as B200s and GB200s have it.
 FP4 = 4.0
@@ -121,6 +124,7 @@ class GPU:
         FP4  # FLOP/s of dense fp4 products by those of bf16 ones, from Blackwell
     )
     constants: Constants = FITTED  # the share of these that programs reach
+    source: str = ""  # the user's file that changes figures; no run confirms those
 
     @property
     def usable(self) -> int:
@@ -157,8 +161,10 @@ class GPU:
 _A100_SHARED = (49152, 167936, 166912)
 _H100_SHARED = (49152, 233472, 232448)
 _A6000_SHARED = (49152, 102400, 101376)
+_PRO_SHARED = (49152, 131072, 101376)
 
 _PCIE = {"links": "PCIe", "bus": 0.5, "threads": 1536}  # PCIe 4.0
+_PCIE_5 = {"links": "PCIe", "threads": 1536}
 # PFLOP/s of dense fp4, NVIDIA's data sheets: 108 in an HGX B300 (105 in earlier ones),
 # 1080 in a GB300 NVL72; 72 in an HGX B200, 720 in a GB200 NVL72.
 _ULTRA = 6.0  # fp4 by bf16
@@ -170,14 +176,24 @@ _RACK = {"host": 4, "domain": 72, "bus": 7.0}  # NVL72; NVLink-C2C to the CPU, 4
 # CUDA reports, as users quote it (23.65 and 44.42 GiB). Their links are PCIe 4.0 x16.
 # Network ports: HGX and GB200 have ConnectX-7, B300 and GB300 ConnectX-8, L40S the 200
 # Gb/s a GPU of NVIDIA's reference design 2-8-5-200; 100 Gb/s are a guess for the rest.
+# XLA has none of rtx5090 and rtx6000ada, either: CUDA's deviceQuery and the memory that
+# PyTorch reports, as users quote them (NVIDIA/nccl#1637, 44.43 GiB with ECC).
 GPUS = {
     "a100": GPU(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 85_100_068_864, 2.03904e12,
         41_943_040, 1.41, _A100_SHARED, PEAK_FLOPS["A100"], 300e9, bus=0.5,
     ),
+    "a100-40": GPU(
+        "NVIDIA A100-SXM4-40GB", (8, 0), 108, 64, 42_331_013_120, 1.5552e12,
+        41_943_040, 1.41, _A100_SHARED, PEAK_FLOPS["A100"], 300e9, bus=0.5,
+    ),
     "h100": GPU(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
         52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H100"], 450e9,
+    ),
+    "h100-pcie": GPU(
+        "NVIDIA H100 PCIe", (9, 0), 114, 128, 84_942_979_072, 2.03904e12,
+        52_428_800, 1.755, _H100_SHARED, PEAK_FLOPS["H100 PCIe"], 64e9, links="PCIe",
     ),
     "h200": GPU(
         "NVIDIA H200", (9, 0), 132, 128, 151_397_597_184, 4.8e12,
@@ -205,6 +221,21 @@ GPUS = {
         "NVIDIA GeForce RTX 4090", (8, 9), 128, 128, 25_393_994_137, 1.008e12,
         75_497_472, 2.52, _A6000_SHARED, PEAK_FLOPS["RTX 4090"], 32e9, port=0.25,
         **_PCIE,
+    ),
+    "rtx5090": GPU(
+        "NVIDIA GeForce RTX 5090", (12, 0), 170, 128, 33_677_180_928, 1.792e12,
+        100_663_296, 2.407, _A6000_SHARED, PEAK_FLOPS["RTX 5090"], 64e9, port=0.25,
+        fp4=8.0, **_PCIE_5,
+    ),
+    "rtx6000ada": GPU(
+        "NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 128, 47_695_611_822, 9.6e11,
+        100_663_296, 2.505, _A6000_SHARED, PEAK_FLOPS["RTX 6000 Ada"], 32e9,
+        port=0.25, **_PCIE,
+    ),
+    "rtxpro6000": GPU(
+        "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 128, 103_079_215_104, 1.792e12,
+        134_217_728, 2.6, _PRO_SHARED, PEAK_FLOPS["RTX PRO 6000"], 64e9, port=0.25,
+        **_PCIE_5,
     ),
     "l40s": GPU(
         "NVIDIA L40S", (8, 9), 142, 128, 47_695_611_822, 8.64e11,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jshard.plan.hlo.program_text import Computation, Instruction, Module, parse
 from jshard.system.errors import UserError
+from jshard.system.files.untrusted import read_text
 
 _HOW = (
     "give what compiled.as_text() returns, or a *_after_optimizations.txt that XLA "
@@ -14,6 +15,7 @@ _HOW = (
 )
 # What only XLA's CPU compiler writes; its matrix products need no kernel around them.
 _OF_CPUS = re.compile(r'"outer_dimension_partitions"|__ynn_|__onednn\$|__xla_cpu')
+_LARGEST = 2**31  # bytes of a file
 _PRODUCTS = ("dot", "convolution")
 _TILED = re.compile(r"\{[\d,]*:T\(")  # the layouts of TPUs
 
@@ -25,9 +27,9 @@ def read_program(path: Path) -> str:
       UserError: It cannot be read, or is no scheduled program of a CPU or GPU.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        text = read_text(path, _LARGEST)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"--from-hlo={path}: cannot be read: {why}") from error
     text = text.lstrip()
     header = text.partition("\n")[0]

@@ -50,14 +50,14 @@ def read_json(file: Path, most: int | None = None) -> Any:
     return parse_json(_read(file, most or MOST_JSON))
 
 
-def read_text(file: Path) -> str:
-    """Reads a text file.
+def read_text(file: Path, most: int = MOST_JSON) -> str:
+    """Reads a text file of at most so many bytes.
 
     Raises:
       OSError: It cannot be read, or it is a pipe or a device, which may never end.
       ValueError: It is not UTF-8, or larger than what is meant here.
     """
-    return _read(file, MOST_JSON).decode()
+    return _read(file, most).decode()
 
 
 def _read(file: Path, most: int) -> bytes:
