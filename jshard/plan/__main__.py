@@ -37,6 +37,7 @@ from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
 from jshard.plan.search.pareto_search import search
 from jshard.plan.trace.comparison import Comparison, compare
+from jshard.plan.trace.constants_fit import fit_constants
 from jshard.plan.trace.profile_reader import Profile, read_profile
 from jshard.recipe.config.overrides import keys_help, read_words
 from jshard.recipe.config.run_config import complete
@@ -92,6 +93,10 @@ COMMAND = Command(
             "profile.steps, and prints where it deviated from the plan (on CPUs, from "
             "the median step)", kind=Path, shown="DIR",
         ),
+        "fit": Option(
+            None, "with --profile, writes the constants of the cost model that it "
+            "shows, for --constants", kind=Path, shown="FILE",
+        ),
         "json": Option(
             None, "writes the plan as data, with all gaps of the timeline", **_FILE
         ),
@@ -123,7 +128,7 @@ COMMAND = Command(
 )  # fmt: skip
 _FILES: dict[str, Callable[[Plan, Comparison | None], str]] = {
     "json": lambda plan, found: json.dumps(_data(plan, found), indent=1) + "\n",
-    "html": lambda plan, found: plan_page.render(plan),
+    "html": plan_page.render,
     "trace": lambda plan, found: json.dumps(plan_json.trace(plan)) + "\n",
     "hlo": lambda plan, found: plan.text,
 }
@@ -220,6 +225,10 @@ def _show(plan: Plan, traced: Profile | None, arguments: SimpleNamespace) -> Non
     if traced is not None:
         found = compare(plan, traced)
         show("\n".join(["", *comparison_text.lines(found)]))
+        if arguments.fit:
+            fitted = fit_constants(plan, found)
+            show("\n".join(fitted.lines()))
+            _write("fit", arguments.fit, json.dumps(fitted.as_json(), indent=1) + "\n")
     for name, content in _FILES.items():
         if file := getattr(arguments, name):
             _write(name, file, content(plan, found))
@@ -230,7 +239,7 @@ def _show(plan: Plan, traced: Profile | None, arguments: SimpleNamespace) -> Non
 def _search(
     arguments: SimpleNamespace, configured: Configured, given: dict[str, Any]
 ) -> None:
-    for name in ("profile", "html", "trace", "hlo", "imbalance"):
+    for name in ("profile", "fit", "html", "trace", "hlo", "imbalance"):
         if getattr(arguments, name) != COMMAND.options[name].default:
             raise UserError(
                 f"--{name}: shows one plan, and --search makes many; plan the "
@@ -287,7 +296,9 @@ def _check_topology(where: str) -> None:
 
 def _check_files(arguments: SimpleNamespace) -> None:
     """Raises UserError for a file that could not be written in the end."""
-    for name in _FILES:
+    if arguments.fit and not arguments.profile:
+        raise UserError(f"--fit={arguments.fit}: fits constants to a --profile=DIR")
+    for name in (*_FILES, "fit"):
         path = getattr(arguments, name)
         if is_remote(path):
             names_at(path)  # with the same credentials

@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6786,
     "recipe": 2954,
-    "plan": 8961,
+    "plan": 9228,
     "inference": 2498,
     "training": 6714,
     "the commands": 1374,

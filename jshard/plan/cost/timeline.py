@@ -223,51 +223,54 @@ class _Replay:
     ) -> list[Event]:
         """Appends an event to its stream on each device; waits if it is synchronous."""
         if x.name not in self.costs:
-            self.costs[x.name] = self.cost(computation, x)
-        cost = self.costs[x.name]
-        starts = [device.ready(cost.stream) for device in devices]
+            of = self.module, computation, x
+            self.costs[x.name] = cost(*of, self.gpu, self.num_devices)
+            moved = transfer(*of, self.num_devices, self.gpu.domain)
+            if moved is not None and self.pipeline:
+                self.partners[x.name] = self.pipeline.partners(moved.groups)
+        found = self.costs[x.name]
+        starts = [device.ready(found.stream) for device in devices]
         if partners := self.partners.get(x.name):
             starts = [max(starts[stage] for stage in with_) for with_ in partners]
         events = [
-            device.issue(cost, loops, start)
+            device.issue(found, loops, start)
             for device, start in zip(devices, starts, strict=True)
         ]
-        if cost.stream == COLLECTIVES:
+        if found.stream == COLLECTIVES:
             if not x.opcode.endswith("-start") or '"is_sync":true' in x.text:
                 self.synchronous[x.name] = None
                 for device, event in zip(devices, events, strict=True):
                     device.wait(event)
         return events
 
-    def cost(self, computation: Computation, x: Instruction) -> Event:
-        """The event of an instruction as if it started at 0, outside of loops."""
 
-        def event(
-            stream: str, kind: str, seconds: float, nbytes: int, flops: float = 0.0
-        ) -> Event:
-            return Event(x.name, stream, kind, 0.0, seconds, x.source, nbytes, flops)
+def cost(
+    module: Module, computation: Computation, x: Instruction, gpu: GPU, num_devices: int
+) -> Event:
+    """Returns the event of an instruction as if it started at 0, outside of loops."""
 
-        def bus() -> str:
-            on_host = computation.given(x)[0].on_host
-            return streams.FROM_HOST if on_host else streams.TO_HOST
+    def event(
+        stream: str, kind: str, seconds: float, nbytes: int, flops: float = 0.0
+    ) -> Event:
+        return Event(x.name, stream, kind, 0.0, seconds, x.source, nbytes, flops)
 
-        constants = self.gpu.constants
-        near = self.gpu.domain
-        moved = transfer(self.module, computation, x, self.num_devices, near)
-        if moved is not None:
-            if self.pipeline:
-                self.partners[x.name] = self.pipeline.partners(moved.groups)
-            alone = moved.group == 1
-            seconds = constants.launch if alone else moved.seconds(self.gpu)
-            found = event(COLLECTIVES, moved.kind, seconds, moved.wire_bytes)
-            return found._replace(hosts=moved.hosts)
-        if x.opcode in ("copy-start", "async-start"):
-            nbytes = computation.given(x)[0].bytes
-            seconds = constants.launch + nbytes / self.gpu.host_bus
-            return event(bus(), "copy", seconds, nbytes)
-        done = work(self.module, computation, x)
-        seconds, nbytes = done.seconds(self.gpu), done.bytes + done.host_bytes
-        if x.opcode == "fusion-start":
-            stream = bus() if done.host_bytes else streams.COPIES
-            return event(stream, "copy", seconds, nbytes)
-        return event(COMPUTE, done.kind, seconds, nbytes, done.flops)
+    def bus() -> str:
+        on_host = computation.given(x)[0].on_host
+        return streams.FROM_HOST if on_host else streams.TO_HOST
+
+    moved = transfer(module, computation, x, num_devices, gpu.domain)
+    if moved is not None:
+        alone = moved.group == 1
+        seconds = gpu.constants.launch if alone else moved.seconds(gpu)
+        found = event(COLLECTIVES, moved.kind, seconds, moved.wire_bytes)
+        return found._replace(hosts=moved.hosts)
+    if x.opcode in ("copy-start", "async-start"):
+        nbytes = computation.given(x)[0].bytes
+        seconds = gpu.constants.launch + nbytes / gpu.host_bus
+        return event(bus(), "copy", seconds, nbytes)
+    done = work(module, computation, x)
+    seconds, nbytes = done.seconds(gpu), done.bytes + done.host_bytes
+    if x.opcode == "fusion-start":
+        stream = bus() if done.host_bytes else streams.COPIES
+        return event(stream, "copy", seconds, nbytes)
+    return event(COMPUTE, done.kind, seconds, nbytes, done.flops)

@@ -36,6 +36,8 @@ def lines(found: Comparison) -> Iterator[str]:
     for note in found.steps.notes:
         yield f"note            {note}"
     yield f"first           {first(found)}"
+    if (without := found.without_first) is not None:
+        yield f"{'':15} Without it the step takes {format_seconds(without)} or more."
     sums = found.sums
     for i, (cause, total) in enumerate(sums.items()):
         label = "per step" if i == 0 else ""
@@ -118,6 +120,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "devices": list(found.steps.devices),
         "notes": list(found.steps.notes),
         "first": found.first,
+        "without_first": found.without_first,
         "causes": found.sums,
         "deviations": [_one(found, i, x) for i, x in enumerate(found.deviations)],
     }

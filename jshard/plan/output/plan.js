@@ -1,6 +1,6 @@
 // Draws the timelines: a row per stream, a box per event; the pointer zooms and moves.
 const data = JSON.parse(document.getElementById("timeline").textContent);
-const LABEL = 92, TOP = 46, ROW = 40, SPACE = 8, RIGHT = 10, BAND = 18; // px
+const LABEL = 118, TOP = 46, ROW = 40, SPACE = 8, RIGHT = 10, BAND = 18; // px
 const HEIGHT = TOP + data.streams.length * (ROW + SPACE) + 4;
 const [STREAM, KIND, START, TIME, WHAT, PHASE, SOURCE, NAME, BYTES, FLOPS] = Array(10).keys();
 

@@ -7,10 +7,13 @@ from typing import Any
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.cost.kernel_work import ATTENTION, LIMITS, MATRIX, MEMORY
 from jshard.plan.cost.phases import Phases
+from jshard.plan.cost.streams import COMPUTE, Event
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.memory.breakdown import Memory
 from jshard.plan.output import plan_text, schedule_picture
+from jshard.plan.output.comparison_text import lines
 from jshard.plan.planning import Plan
+from jshard.plan.trace.comparison import Comparison
 from jshard.system.formatting import format_bytes, format_count, format_seconds
 from jshard.system.pages.charts import script_json
 from jshard.system.pages.page import (
@@ -35,19 +38,19 @@ KINDS = (
 _NO_CONTENTION = "Kernels, collectives and copies do not slow each other down."
 
 
-def render(plan: Plan) -> str:
-    """Renders the page."""
+def render(plan: Plan, found: Comparison | None = None) -> str:
+    """Renders the page. What a trace shows stands below the plan's timeline."""
     return document(
         plan_text.heading(plan),
         plan.about,
-        [_tiles(plan), *(section(*part) for part in _sections(plan))],
+        [_tiles(plan), *(section(*part) for part in _sections(plan, found))],
         ["page.css", "plan.css"],
         ["plan.js"] if plan.timeline is not None else [],
         package="jshard.plan.output",
     )
 
 
-def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
+def _sections(plan: Plan, found: Comparison | None) -> Iterator[tuple[str, str]]:
     """Yields headings, and content as HTML."""
     timeline, traffic = plan.timeline, plan.traffic
     memory = _memory(plan.memory)
@@ -60,17 +63,20 @@ def _sections(plan: Plan) -> Iterator[tuple[str, str]]:
             idle = " ".join(plan_text.bubble(plan, plan.pipeline, timeline))
             yield "Pipeline", schedule_picture.render(timeline) + note(f"{idle}.")
     if timeline is not None:
-        yield "Timeline", "".join(_charts(timeline))
+        yield "Timeline", "".join(_charts(timeline, found))
+    if found is not None:
+        rows = ((line[:15].strip(), line[15:].strip()) for line in lines(found))
+        yield "Trace beside the plan", table(rows)
     yield "Memory per device", memory
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
-    found = table(plan_text.traffic_rows(traffic), heading, "grid-table")
+    rows = table(plan_text.traffic_rows(traffic), heading, "grid-table")
     if traffic.network_bytes:
-        found += note(f"{plan_text.network(traffic)}.")
-    yield "Traffic per device and step", found or note("none")
+        rows += note(f"{plan_text.network(traffic)}.")
+    yield "Traffic per device and step", rows or note("none")
     if timeline is not None:
         heading = ["at", "lasts", "waits for", "between"]
-        found = table(plan_text.gap_rows(timeline), heading, "grid-table")
-        yield "Where no kernel runs", found or note("none: there is no gap")
+        gaps = table(plan_text.gap_rows(timeline), heading, "grid-table")
+        yield "Where no kernel runs", gaps or note("none: there is no gap")
         phases = Phases(timeline).seconds().items()
         rows = [(name, format_seconds(seconds)) for name, seconds in phases]
         yield "Kernels by phase", table(rows)
@@ -116,8 +122,9 @@ def _rates(
         yield format_count(per_second), f"{unit}/s"
 
 
-def _charts(timeline: Timeline) -> Iterator[str]:
+def _charts(timeline: Timeline, found: Comparison | None) -> Iterator[str]:
     """Yields the legend, charts of the step and of a few layers, and their data."""
+    data = _data(timeline, Phases(timeline), found)
     phases = Phases(timeline)
     used = {_kind(event.kind) for event in timeline.events}
     keys = "".join(
@@ -128,7 +135,7 @@ def _charts(timeline: Timeline) -> Iterator[str]:
     gap = '<span class="kind kind-gap">no kernel runs</span>'
     yield f'<p class="legend">{keys}{gap}</p>'
     views = {
-        "The complete step": (0.0, timeline.seconds),
+        "The complete step": (0.0, data["seconds"] / 1e6),
         "A few layers of the forward": phases.layers("forward"),
         "A few layers of the backward": phases.layers("backward"),
     }
@@ -148,13 +155,26 @@ def _charts(timeline: Timeline) -> Iterator[str]:
         "Drag or press arrow keys to move; zoom with Ctrl and the wheel, + and -, "
         "or a double click. Point at a box for details."
     )
-    data = script_json(_data(timeline, phases))
-    yield f'<script type="application/json" id="timeline">{data}</script>'
+    if found is not None:
+        number, device = found.shown
+        step = found.steps.numbers[number]
+        yield note(f"Traced: step {step} on device {device}, below the plan.")
+    written = script_json(data)
+    yield f'<script type="application/json" id="timeline">{written}</script>'
 
 
-def _data(timeline: Timeline, phases: Phases) -> dict[str, Any]:
+def _data(
+    timeline: Timeline, phases: Phases, found: Comparison | None
+) -> dict[str, Any]:
     """Returns events as rows of numbers that refer to a table of distinct texts."""
     streams = timeline.streams
+    shown = [(streams.index(e.stream), e) for e in timeline.events]
+    end = timeline.seconds
+    if found is not None:
+        traced = _traced(timeline, found)
+        streams = [*streams, *(f"traced {x}" for x in timeline.streams)]
+        shown += [(streams.index(f"traced {e.stream}"), e) for e in traced]
+        end = max([end, *(e.end for e in traced)])
     texts: dict[str, int] = {}
 
     def text(value: str) -> int:
@@ -165,7 +185,7 @@ def _data(timeline: Timeline, phases: Phases) -> dict[str, Any]:
 
     events = [
         [
-            streams.index(e.stream),
+            stream,
             _kind(e.kind),
             us(e.start),
             us(e.seconds),
@@ -176,16 +196,31 @@ def _data(timeline: Timeline, phases: Phases) -> dict[str, Any]:
             e.bytes,
             round(e.flops),
         ]
-        for e in timeline.events
+        for stream, e in shown
     ]
     gaps = [[us(g.start), us(g.seconds), text(g.waits_for.kind)] for g in timeline.gaps]
     return {
-        "seconds": us(timeline.seconds),
+        "seconds": us(end),
         "streams": streams,
         "events": events,
         "gaps": gaps,
         "texts": list(texts),
     }
+
+
+def _traced(timeline: Timeline, found: Comparison) -> list[Event]:
+    """Returns what ran in the shown step of a trace, as events of a plan."""
+    planned = {event.name: event for event in timeline.events}
+    number, device = found.shown
+    ran = found.steps.ran[number][device]
+    begin = min(x.start for x in ran.values())
+    unknown = Event("", COMPUTE, MEMORY, 0.0, 0.0, "", 0)
+    return [
+        planned.get(place.name, unknown)._replace(
+            name=place.name, start=x.start - begin, end=x.end - begin
+        )
+        for place, x in ran.items()
+    ]
 
 
 def _kind(kind: str) -> int:

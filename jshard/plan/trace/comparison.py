@@ -85,6 +85,25 @@ class Comparison:
         return next((i for i, x in own if x.seconds >= least), None)
 
     @property
+    def shown(self) -> tuple[int, int]:
+        """The step, by its place, and the device to look at first."""
+        if self.first is not None:
+            x = self.deviations[self.first]
+            return x.step, x.device
+        return self.seconds.index(self.step_seconds), self.steps.devices[0]
+
+    @property
+    def without_first(self) -> float | None:
+        """The least that the step of the first deviation could have taken without it.
+
+        Where something else is as late, it takes longer. None if nothing deviates.
+        """
+        if self.first is None:
+            return None
+        x = self.deviations[self.first]
+        return max(self.seconds[x.step] - x.seconds, 0.0)
+
+    @property
     def sums(self) -> dict[str, float]:
         """Seconds of a step on a device by cause, on average; the largest first."""
         total: dict[str, float] = collections.defaultdict(float)

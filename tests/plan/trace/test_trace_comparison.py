@@ -1,6 +1,7 @@
 """`jshard.plan.compare`: where a trace goes another way than its plan."""
 
 import dataclasses
+import json
 import re
 import time
 from pathlib import Path
@@ -15,8 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpu_profiles import Kernel, write_profile
 from jshard.plan import compare, hlo
 from jshard.plan.cost.timeline import replay
+from jshard.plan.cost.traffic import Traffic
 from jshard.plan.fit.hardware import GPUS, STATED
-from jshard.plan.output import comparison_text
+from jshard.plan.memory.breakdown import Memory, Part
+from jshard.plan.output import comparison_text, plan_page
 from jshard.plan.planning import Plan
 from jshard.system.errors import UserError
 
@@ -160,6 +163,7 @@ def test_a_trace_of_the_plan_has_no_deviation(tmp_path):
     found = traced(tmp_path, lambda steps: steps)
     assert found.deviations == ()
     assert found.first is None
+    assert found.without_first is None
     events = max(x.end for x in TIMELINE.events)
     assert found.seconds == pytest.approx((events, events), rel=1e-5)
 
@@ -184,6 +188,34 @@ def test_a_known_change_is_recovered_exactly(tmp_path, change, cause, seconds, w
     assert (first.cause, first.step, first.device) == (cause, 0, 0)
     assert first.seconds == pytest.approx(seconds, rel=1e-5)
     assert words in comparison_text.first(found)
+    usual = max(x.end for x in TIMELINE.events)
+    assert found.without_first == pytest.approx(usual, rel=1e-3)
+    assert "Without it the step takes" in "\n".join(comparison_text.lines(found))
+
+
+def test_the_page_has_both_timelines_in_one_picture(tmp_path):
+    found = traced(tmp_path, slow_kernel)
+    memory = Memory((Part("weights", 10**9, ""),), 10**9, 0, GPU.usable, (), 2)
+    plan = dataclasses.replace(planned(), memory=memory, traffic=Traffic((), {}))
+    page = plan_page.render(plan, found)
+    script = re.search(r'id="timeline">(.*?)</script>', page, re.DOTALL)
+    assert script is not None
+    data = json.loads(script[1])
+    rows = ["compute", "collectives", "traced compute", "traced collectives"]
+    assert data["streams"] == rows
+    longest: dict[str, float] = {}
+    for stream, kind, _, lasts, *_ in data["events"]:
+        name = f"{rows[stream]} {kind}"
+        longest[name] = max(longest.get(name, 0), lasts)
+    # The kernel that took 3 ms longer, in the colour of its kind.
+    assert longest["traced compute 0"] - longest["compute 0"] == pytest.approx(
+        3000, 0.01
+    )
+    assert longest["traced collectives 3"] == pytest.approx(longest["collectives 3"])
+    assert data["seconds"] == pytest.approx(1e6 * max(found.seconds), rel=0.01)
+    assert "Traced: step 0 on device 0, below the plan." in page
+    assert "took 3.20 ms instead of 0.196 ms on device 0." in page
+    assert "traced" not in plan_page.render(plan)
 
 
 def test_who_waits_for_a_straggler_is_said_and_is_not_first(tmp_path):
