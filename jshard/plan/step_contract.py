@@ -13,6 +13,9 @@ import jax
 from jshard.plan import hlo
 from jshard.plan.cost.traffic import transfers
 from jshard.plan.fit.device_memory import compiled_bytes
+from jshard.plan.memory.breakdown import Memory
+from jshard.plan.memory.live_values import aliases
+from jshard.plan.memory.owners import memory_by_owner, owners
 from jshard.plan.planning import Plan
 from jshard.system.errors import UserError
 from jshard.system.files.atomic import replace_file
@@ -20,12 +23,11 @@ from jshard.system.files.untrusted import read_json
 from jshard.system.formatting import format_bytes, format_seconds
 
 UPDATE = "JSHARD_UPDATE_CONTRACTS"
-_FORMAT = 1
+_FORMAT = 2
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__).parent, Path(__file__).parents[1])
 )
-_ALIAS = re.compile(r"\{[\d, ]*\}: \(\d+, \{[\d, ]*\}, (?:may|must)-alias\)")
 
 _Facts = dict[str, Any]
 
@@ -36,8 +38,8 @@ def assert_plan(
     """Checks that a compiled step is what a contract says, without running it.
 
     Collectives must be the same: kind, dtype, number of devices, how often each runs
-    and what a device receives. Memory, and of a plan for known GPUs the time of the
-    step, may grow by ``tolerance``; no donated input may be lost.
+    and what a device receives. Memory, by who owns it, and of a plan for known GPUs the
+    time of the step, may grow by ``tolerance``; no donated argument may be lost.
 
     With the environment variable ``JSHARD_UPDATE_CONTRACTS=1`` the contract is written
     in place of that.
@@ -67,7 +69,11 @@ def assert_plan(
             f"{path}: this contract is of {kept['devices']}, and the step is compiled "
             f"for {now['devices']}: give each its own file"
         )
-    found = [*_sent(kept, now, _lines(_text(step))), *_grown(kept, now, tolerance)]
+    found = [
+        *_sent(kept, now, _lines(_text(step))),
+        *_lost(kept["donated"], now["donated"]),
+        *_grown(kept, now, tolerance, {x.name: x.what for x in _memory(step).parts}),
+    ]
     if found:
         other = f" (of JAX {kept['jax']}, and this is {now['jax']})"
         raise AssertionError(
@@ -87,11 +93,11 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
     text = _text(step)
     header = text.partition("\n")[0]
     facts: _Facts = {"format": _FORMAT, "jax": jax.__version__}
-    shares = None
+    shares, memory = None, _memory(step)
+    facts["memory"] = {part.name: part.bytes for part in memory.parts}
+    facts["memory"]["total"] = memory.total
     if isinstance(step, Plan):
         number, kind = step.devices, step.device_kind
-        facts["memory"] = {part.name: part.bytes for part in step.memory.parts}
-        facts["memory"]["total"] = step.memory.total
         if step.timeline is not None:
             facts["seconds"] = step.timeline.seconds
         module = step.module
@@ -103,17 +109,22 @@ def facts_of(step: Plan | jax.stages.Compiled) -> _Facts:
         devices = list(max((x.device_set for x in shardings), key=len, default=()))
         number = len(devices)
         kind = devices[0].device_kind if devices else ""
-        sizes: Any = step.memory_analysis()
-        facts["memory"] = {
-            "arguments": sizes.argument_size_in_bytes,
-            "temporary": sizes.temp_size_in_bytes,
-            "total": compiled_bytes(step),
-        }
         module = hlo.parse(text)
     facts["devices"] = f"{number} x {kind}" if number else "none"
-    facts["donated"] = len(_ALIAS.findall(header))
+    taken = set(aliases(header).values())
+    facts["donated"] = {
+        name: sum(x.number in taken for x in group)
+        for name, group in owners(module).items()
+    }
     facts["collectives"] = _collectives(module, number, shares)
     return facts
+
+
+def _memory(step: Plan | jax.stages.Compiled) -> Memory:
+    if isinstance(step, Plan):
+        return step.memory
+    text = _text(step)
+    return memory_by_owner(hlo.parse(text), text, 1, None, compiled_bytes(step))
 
 
 def _text(step: Plan | jax.stages.Compiled) -> str:
@@ -185,7 +196,7 @@ def _is_contract(kept: Any) -> bool:
         and kept.get("format") == _FORMAT
         and isinstance(kept.get("jax"), str)
         and isinstance(kept.get("devices"), str)
-        and is_number(kept.get("donated"))
+        and are_numbers(kept.get("donated"))
         and is_number(kept.get("seconds", 0))
         and are_numbers(kept.get("memory"))
         and isinstance(kept.get("collectives"), dict)
@@ -215,21 +226,29 @@ def _sent(kept: _Facts, now: _Facts, lines: dict[str, str]) -> list[str]:
     return found
 
 
-def _grown(kept: _Facts, now: _Facts, tolerance: float) -> list[str]:
-    """Says what memory and time grew by more than the tolerance."""
+def _lost(kept: dict[str, int], now: dict[str, int]) -> list[str]:
+    """Says which arguments' memory results no longer take over."""
+    return [
+        f"- donated arguments of {name}, whose memory results take over: {before:g} -> "
+        f"{now.get(name, 0)}"
+        for name, before in kept.items()
+        if now.get(name, 0) < before
+    ]
+
+
+def _grown(
+    kept: _Facts, now: _Facts, tolerance: float, what: dict[str, str]
+) -> list[str]:
+    """Says what memory and time grew by more than the tolerance, and what it holds."""
     found = []
-    if now["donated"] < kept["donated"]:
-        found.append(
-            f"- donated inputs, whose memory results take over: {kept['donated']:g} -> "
-            f"{now['donated']}"
-        )
     least = tolerance * kept["memory"].get("total", 0)
     for name, after in now["memory"].items():
         before = kept["memory"].get(name, 0)
         if after - before > (least if name != "total" else tolerance * before):
+            holds = f" ({what[name]})" if name in what else ""
             found.append(
                 f"- memory per device, {name}: {format_bytes(round(before))} -> "
-                f"{format_bytes(after)}"
+                f"{format_bytes(after)}{holds}"
             )
     before, after = kept.get("seconds"), now.get("seconds")
     if before and after and after > before * (1 + tolerance):

@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6786,
     "recipe": 2954,
-    "plan": 9228,
+    "plan": 9258,
     "inference": 2498,
     "training": 6714,
     "the commands": 1374,

@@ -66,7 +66,8 @@ def memory_by_owner(
     )
 
 
-def _arguments(module: Module, donated: Iterable[int]) -> Iterator[Part]:
+def owners(module: Module) -> dict[str, list[Instruction]]:
+    """Returns a program's arguments by owner: "params", or "state.params"."""
     arguments = [x for _, x in sorted(module.entry.parameters.items())]
     paths = [tuple(re.findall(r"\w+", x.source)) for x in arguments]
     below: dict[str, set[str]] = collections.defaultdict(set)
@@ -77,6 +78,11 @@ def _arguments(module: Module, donated: Iterable[int]) -> Iterator[Part]:
         names = below[path[0]] if path else set()
         split = 1 < len(names) <= _MOST_OWNERS and not any(map(str.isdigit, names))
         groups[".".join(path[: 1 + split]) or "arguments"].append(x)
+    return groups
+
+
+def _arguments(module: Module, donated: Iterable[int]) -> Iterator[Part]:
+    groups = owners(module)
     taken = set(donated)
     for name, group in groups.items():
         sizes: collections.Counter[str] = collections.Counter()
@@ -108,11 +114,17 @@ def _values(alive: Iterable[Buffer]) -> Iterator[Part]:
             way = direction(buffer.made_by.source)
             groups[_PARTS.get(way, _OTHERS)].append(buffer)
     for name in (*_PARTS.values(), _OTHERS):
-        if group := sorted(groups[name], key=lambda buffer: -buffer.bytes):
-            largest = ", ".join(map(_words, group[:_SHOWN]))
-            yield Part(
-                name, sum(b.bytes for b in group), f"alive at the peak: {largest}"
+        sizes: collections.Counter[str] = collections.Counter()
+        counts: collections.Counter[str] = collections.Counter()
+        for buffer in groups[name]:
+            sizes[_words(buffer)] += buffer.bytes
+            counts[_words(buffer)] += 1
+        if sizes:
+            largest = ", ".join(
+                f"{counts[words]} x {words}" if counts[words] > 1 else words
+                for words, _ in sizes.most_common(_SHOWN)
             )
+            yield Part(name, sizes.total(), f"alive at the peak: {largest}")
 
 
 def _words(buffer: Buffer) -> str:
@@ -120,8 +132,7 @@ def _words(buffer: Buffer) -> str:
     x = buffer.made_by
     array = next((a for a in x.arrays if a.bytes == buffer.bytes), None)
     shape = f"{array.dtype}[{','.join(map(str, array.shape))}]" if array else x.opcode
-    path = re.sub(
-        r"\[.*?\]", "", x.source.split(":")[0]
-    )  # with arguments, until JAX 0.4
+    # Until JAX 0.4 operations had their arguments, in brackets.
+    path = re.sub(r"\[.*?\]", "", x.source.split(":")[0])
     source = "/".join(path.split("/")[-2:]) or x.name
     return f"{shape} ({format_bytes(buffer.bytes)}) of {source}"
