@@ -57,7 +57,7 @@ def uneven_experts(rngs, **sizes):
 
 def skewed(model):
     router = model.blocks.experts.router.kernel
-    router.set_value(router.get_value().at[:, :, :2].multiply(40))
+    router.set_value(jnp.asarray(router.get_value()).at[:, :, :2].multiply(40))
     return model
 
 

@@ -320,8 +320,7 @@ def test_the_recipes_losses_without_a_mesh_are_their_formulas(x64, name, loss):
         return got, plain_loss(objective, model, base)
 
     model = make(name, objective, nnx.Rngs(0))
-    base = MODELS[name](MODEL, rngs=nnx.Rngs(0))
-    got, want = both(model, base, batch())
+    got, want = both(model, base_of(name), batch())
     assert error(got, want) <= 1e-9
 
 

@@ -51,7 +51,7 @@ def test_split_sequences_train_as_whole_ones_on_one_device(case):
 @pytest.mark.usefixtures("x64")
 def test_dropout_drops_the_same_values_of_split_sequences():
     def masks(**mesh):
-        fsdp = jshard.FSDP(jshard.make_mesh(**mesh))
+        fsdp = jshard.FSDP(jshard.make_mesh(**mesh), sequences=("ones", "bits"))
 
         class Drops(nnx.Module):
             splits_sequences = True
