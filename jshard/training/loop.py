@@ -94,16 +94,12 @@ def train(
       Interrupted: A signal ended the run, and `checkpoint.every=0` saves nothing.
       Preempted: A signal ended the run, and its state is saved.
     """
-    start = _find_start(run)
-    if start is None:
+    prepared = _prepare(run)
+    if prepared is None:
         if (said := _end_at_best(run, keeps_state)) and jax.process_index() == 0:
             show(said)
         return
-    # Everything that can be wrong is found before the folder is written to.
-    recipe = check_recipe(run, start)
-    watching = Watching(run)
-    run.peers.at("setting up", start.step)
-    note = _start_up_note(run, recipe)
+    start, recipe, watching, note = prepared
     source = run.restore(start)
     with (
         Stopping(run, hooks, keeps_state) as stopping,  # until the report is complete
@@ -203,6 +199,25 @@ def _end_at_best(run: PreparedRun, keeps_state: bool) -> str:
     return str(best or f"best: no checkpoint has a finite {options.best}")
 
 
+def _prepare(
+    run: PreparedRun,
+) -> tuple[Start, RecipeFunctions, Watching, str] | None:
+    """Finds everything that can be wrong; returns None if the run is done.
+
+    Only then is the folder written to, or a run that still saves in the same bucket
+    ended: what that one has saved meanwhile is a new start.
+    """
+    while (start := _find_start(run)) is not None:
+        recipe = check_recipe(run, start)
+        watching = Watching(run)
+        run.peers.at("setting up", start.step)
+        note = _start_up_note(run, recipe)
+        if not run.claim():
+            return start, recipe, watching, note
+        recipe.batches.close()
+    return None
+
+
 def _find_start(run: PreparedRun) -> Start | None:
     """Finds where the run starts; says so and returns None if it is done."""
     first = jax.process_index() == 0
@@ -210,7 +225,7 @@ def _find_start(run: PreparedRun) -> Start | None:
         check_unlocked(run.workdir)
     start = run.find_start()
     if start.step < run.settings.steps and not start.stopped:
-        return _find_start(run) if run.claim() else start
+        return start
     if first:
         finish_folder(run.workdir)
         with Copying(run.bucket, jax.process_index()):

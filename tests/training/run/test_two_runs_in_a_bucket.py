@@ -60,6 +60,16 @@ def test_a_start_goes_on_from_what_an_earlier_run_saves_meanwhile(
     assert [*step_list.read(Objects(f"{url}/checkpoints"))] == [6]
 
 
+def test_a_start_that_fails_leaves_the_run_that_saves_there_alone(trainer, url):
+    def start_another(trainer_, step, metrics):
+        if step == 3:
+            with pytest.raises(UserError, match="sample"):
+                trainer(6, sample=lambda config: 3).fit()
+
+    trainer(4, on_step=start_another).fit()  # and saves after step 4
+    assert [*step_list.read(Objects(f"{url}/checkpoints"))] == [4]
+
+
 @pytest.mark.slow  # test_buckets.py has the refusal
 def test_the_earlier_run_ends_at_its_next_save_and_a_reader_with_a_line(trainer, url):
     def overtake(trainer_, step, metrics):
