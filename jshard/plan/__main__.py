@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jshard.plan import topology
+from jshard.plan import search_command, topology
 from jshard.plan.any_program import plan_file
 from jshard.plan.cost.assumptions import assumed
 from jshard.plan.fit.hardware import find_constants
@@ -30,33 +30,28 @@ from jshard.plan.output import (
     plan_json,
     plan_page,
     plan_text,
-    search_text,
 )
+from jshard.plan.output.plan_files import check_files, write_file
 from jshard.plan.planning import Plan, plan_recipe
 from jshard.plan.program import ATTACHED, find_gpu
 from jshard.plan.search import candidates
-from jshard.plan.search.pareto_search import search
+from jshard.plan.search_command import DOES_NOT_FIT
 from jshard.plan.trace.comparison import Comparison, compare
 from jshard.plan.trace.constants_fit import fit_constants
 from jshard.plan.trace.profile_reader import Profile, read_profile
-from jshard.recipe.config.overrides import keys_help, read_words
+from jshard.recipe.config.overrides import keys_help
 from jshard.recipe.config.run_config import complete
-from jshard.recipe.config.shared_keys import FITTED
-from jshard.recipe.configured import Configured, configure
+from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config, read_keys
 from jshard.recipe.recipe_path import RECIPE_OPTIONS
 from jshard.recipe.schedule.epochs import set_epochs, take_epochs
-from jshard.storage.hub.online.outputs import names_at, write_text
 from jshard.system.cli.command import run_command
 from jshard.system.cli.machine.platform import choose_platform, make_cpu_devices
 from jshard.system.cli.options import Command, Option
-from jshard.system.cli.paths import is_remote
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
-from jshard.system.files.atomic import replace_file
 
-DOES_NOT_FIT = 3
 _FILE: dict[str, Any] = {
     "kind": Path, "bucket": True, "hub": "dataset", "shown": "FILE",
 }  # fmt: skip
@@ -77,8 +72,29 @@ COMMAND = Command(
             None, "the GPUs to plan for, e.g. h100:64, eight per host (four for GB200 "
             f"and GB300); GPU is one of {', '.join(topology.GPUS)}, or a file of your "
             f"own cluster, e.g. cluster.toml:64, and {ATTACHED} stands for this "
-            "machine's devices (no timeline on CPUs)", kind=str,
-            required=True, shown="GPU:NUMBER",
+            "machine's devices (no timeline on CPUs)", kind=str, shown="GPU:NUMBER",
+        ),
+        "topologies": Option(
+            None, "asks which GPUs, how many, how long and how much: finds the fastest "
+            "way to train on each of these, e.g. h100:8..512,h200:64 (numbers are "
+            "doubled; h100:.. is h100:8..1024), and those that no other beats in days "
+            "and cost. Takes --tokens, and the options of --search", kind=str,
+            shown="GPU:FROM..TO,...",
+        ),
+        "tokens": Option(
+            None, "with --topologies, how many tokens (or examples) to train on, e.g. "
+            "15e12", kind=float, at_least=1,
+        ),
+        "prices": Option(
+            None, "with --topologies, a TOML file with a price per GPU and hour for "
+            "each kind; jshard has none of its own", kind=Path, shown="FILE",
+        ),
+        "days": Option(
+            None, "with --topologies, the most days that training may take",
+            kind=float, above=0,
+        ),
+        "budget": Option(
+            None, "with --prices, the most that training may cost", kind=float, above=0,
         ),
         "constants": Option(
             "fitted", "how fast the GPU is: fitted to published runs, stated, or a "
@@ -117,7 +133,8 @@ COMMAND = Command(
         ),
         "search.KEY": Option("", "varies any key over these values", shown="A,B"),
         "limit": Option(
-            50, "with --search, the largest number of candidates to compile",
+            None, "the largest number of candidates to compile: with --search 50, with "
+            "--topologies 3 for each, unless it is given", kind=int,
             at_least=1, at_most=10**9,
         ),
     },
@@ -162,8 +179,8 @@ def _plan(argv: list[str]) -> None:
         raise UserError("--config=FILE is missing, or --from-hlo=FILE; see --help")
     path = find_recipe(str(arguments.config))
     if not arguments.help:
-        _check_topology(where)
-        _check_files(arguments)
+        _check_where(arguments)
+        check_files(arguments, (*_FILES, "fit"))
     speed = find_constants(str(arguments.constants))
     choose_platform()
     if not arguments.help and where != ATTACHED:  # absent GPUs: compiles on the CPU
@@ -181,8 +198,11 @@ def _plan(argv: list[str]) -> None:
         configured = configure(recipe, config)
         settings = configured.settings
         given |= {"steps": settings.steps} if epochs else {}
+        if arguments.topologies:
+            search_command.ask_all(arguments, configured, given)
+            return
         if arguments.search or arguments.search_keys:
-            _search(arguments, configured, given)
+            search_command.search_one(arguments, configured, given)
             return
         make_cpu_devices(settings.mesh.cpu_devices)
         if arguments.trace and find_gpu(where) is None:
@@ -197,16 +217,18 @@ def _plan(argv: list[str]) -> None:
 
 
 def _plan_file(arguments: SimpleNamespace) -> None:
-    for name in ("config", "search", "imbalance"):
+    for name in ("config", "search", "topologies", "imbalance"):
         if getattr(arguments, name) != COMMAND.options[name].default:
             raise UserError(f"--{name}: is of a recipe, and --from-hlo plans a file")
     if arguments.config_keys or arguments.search_keys:
         raise UserError("--config.KEY: is of a recipe, and --from-hlo plans a file")
     where = arguments.topology
+    if where is None:
+        raise UserError("--topology=GPU:NUMBER is missing; see --help")
     if where != ATTACHED:
         topology.parse(where)
         os.environ["JAX_PLATFORMS"] = "cpu"
-    _check_files(arguments)
+    check_files(arguments, (*_FILES, "fit"))
     speed = find_constants(str(arguments.constants))
     choose_platform()
     traced = read_profile(arguments.profile) if arguments.profile else None
@@ -228,97 +250,32 @@ def _show(plan: Plan, traced: Profile | None, arguments: SimpleNamespace) -> Non
         if arguments.fit:
             fitted = fit_constants(plan, found)
             show("\n".join(fitted.lines()))
-            _write("fit", arguments.fit, json.dumps(fitted.as_json(), indent=1) + "\n")
+            write_file(
+                "fit", arguments.fit, json.dumps(fitted.as_json(), indent=1) + "\n"
+            )
     for name, content in _FILES.items():
         if file := getattr(arguments, name):
-            _write(name, file, content(plan, found))
+            write_file(name, file, content(plan, found))
     if plan.fits is False:
         sys.exit(DOES_NOT_FIT)
 
 
-def _search(
-    arguments: SimpleNamespace, configured: Configured, given: dict[str, Any]
-) -> None:
-    for name in ("profile", "fit", "html", "trace", "hlo", "imbalance"):
-        if getattr(arguments, name) != COMMAND.options[name].default:
-            raise UserError(
-                f"--{name}: shows one plan, and --search makes many; plan the "
-                "candidate that it finds"
-            )
-    recipe = configured.recipe
-    listed = {
-        key: tuple(
-            read_words(configured.config, {key: word}, recipe.name, "search")[key]
-            for word in text.split(",")
-            if word
-        )
-        for key, text in arguments.search_keys.items()
-    }
-    allowed = candidates.parse_search(arguments.search, listed, given)
-    chosen = _chosen(configured, arguments.topology)
-    found = search(
-        recipe.path,
-        chosen | given,
-        arguments.topology,
-        allowed,
-        limit=arguments.limit,
-        constants=str(arguments.constants),
-        report=search_text.report,
-    )
-    for warning in found.warnings:
-        show(f"jshard: warning: {warning}", error=True)
-    words = chosen | arguments.config_keys
-    command = lambda candidate: candidate.command(str(arguments.config), words)
-    show("\n".join(search_text.lines(found, command, allowed)))
-    if arguments.json:
-        _write("json", arguments.json, json.dumps(found.as_dict(), indent=1) + "\n")
-    if not found.best:
-        sys.exit(DOES_NOT_FIT)
-
-
-def _chosen(configured: Configured, where: str) -> dict[str, Any]:
-    """Returns what training would choose of keys that are "fit"; a search begins there.
-
-    Raises:
-      DoesNotFit: no choice fits.
-    """
-    if not configured.settings.policy.open_keys:
-        return {}
-    chosen = plan_recipe(configured, where).program.job.configured.values
-    return {key: chosen[key] for key in FITTED}
-
-
-def _check_topology(where: str) -> None:
-    if where != ATTACHED:
+def _check_where(arguments: SimpleNamespace) -> None:
+    """Raises UserError unless there is one topology, or a good question about many."""
+    where, many = arguments.topology, arguments.topologies
+    if bool(where) == bool(many):
+        both = "is given beside --topologies; drop one" if where else "is missing"
+        raise UserError(f"--topology=GPU:NUMBER {both}; see --help")
+    for name in ("tokens", "prices", "days", "budget"):
+        if where and getattr(arguments, name) is not None:
+            raise UserError(f"--{name}: is asked of many topologies: --topologies=...")
+    if many:
+        search_command.check_question(arguments)
+    elif where != ATTACHED:
         topology.parse(where)
         topology.require_plugin()
-
-
-def _check_files(arguments: SimpleNamespace) -> None:
-    """Raises UserError for a file that could not be written in the end."""
     if arguments.fit and not arguments.profile:
         raise UserError(f"--fit={arguments.fit}: fits constants to a --profile=DIR")
-    for name in (*_FILES, "fit"):
-        path = getattr(arguments, name)
-        if is_remote(path):
-            names_at(path)  # with the same credentials
-        elif path:
-            if path.is_dir():
-                raise UserError(f"--{name}={path}: this is a folder")
-            if not path.parent.is_dir():
-                raise UserError(f"--{name}={path}: there is no folder {path.parent}")
-            if not os.access(path.parent, os.W_OK):
-                raise UserError(f"--{name}={path}: cannot write in {path.parent}")
-
-
-def _write(name: str, path: Path | str, text: str) -> None:
-    if is_remote(path):
-        write_text(path, text)
-        return
-    try:
-        replace_file(Path(path), text)
-    except OSError as error:
-        raise UserError(f"--{name}={path}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

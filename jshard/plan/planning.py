@@ -75,19 +75,9 @@ class Plan:
     @property
     def kind(self) -> str:
         """What runs must have been to confirm this step: "float8 on H100"."""
-        flops: dict[str, float] = collections.defaultdict(float)
         if self.gpu is None or self.timeline is None:
             return ""
-        for event in self.timeline.events:
-            flops[event.kind] += event.flops
-        dtype = "float32" if flops[FLOAT32] > flops[MATRIX] else "bf16"
-        dtype = "float8" if flops[FLOAT8] else dtype
-        dtype = "mxfp8" if flops[MXFP8] else dtype
-        dtype = "nvfp4" if flops[NVFP4] else dtype
-        dtype = dtype if sum(flops.values()) else "no products"
-        experts = " with experts" if self.has_experts else ""
-        own = f", as {self.gpu.source} has it" if self.gpu.source else ""
-        return f"{dtype}{experts} on {short_name(self.gpu.name)}{own}"
+        return kind_of_step(self.timeline, self.gpu, self.has_experts)
 
     @property
     def seconds_range(self) -> tuple[float, float] | None:
@@ -145,6 +135,21 @@ class RecipePlan(Plan):
     def mfu(self) -> float | None:
         """Model FLOPs utilisation (``Program.mfu``)."""
         return self.timeline and self.program.mfu(self.timeline.seconds)
+
+
+def kind_of_step(timeline: Timeline, gpu: GPU, experts: bool) -> str:
+    """Returns what runs must have been to confirm a step: "float8 on H100"."""
+    flops: dict[str, float] = collections.defaultdict(float)
+    for event in timeline.events:
+        flops[event.kind] += event.flops
+    dtype = "float32" if flops[FLOAT32] > flops[MATRIX] else "bf16"
+    dtype = "float8" if flops[FLOAT8] else dtype
+    dtype = "mxfp8" if flops[MXFP8] else dtype
+    dtype = "nvfp4" if flops[NVFP4] else dtype
+    dtype = dtype if sum(flops.values()) else "no products"
+    with_experts = " with experts" if experts else ""
+    own = f", as {gpu.source} has it" if gpu.source else ""
+    return f"{dtype}{with_experts} on {short_name(gpu.name)}{own}"
 
 
 def plan_recipe(

@@ -80,7 +80,7 @@ def is_self_contained(page: str) -> bool:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "--topology=GPU:NUMBER is missing; see --help"),
+        ([], "--config=FILE is missing, or --from-hlo=FILE; see --help"),
         (["--config=gpt.py"], "--topology=GPU:NUMBER is missing; see --help"),
         (["--config=no.py", "--topology=attached"], "no recipe 'no.py'"),
         (["--topolgy=h100:8"], "did you mean --topology?"),

@@ -30,13 +30,13 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"chosen: {plan.chosen}"
     yield ""
     rows = [("MEMORY per device", "", "", ""), *memory_rows(plan.memory)]
-    yield from _columns(rows, "<>><")
+    yield from columns(rows, "<>><")
     if plan.pipeline is not None:
         yield activations(plan.pipeline)
     yield ""
     if plan.traffic.rows:
         names = ("TRAFFIC", "dtype", "over", "count", "per device", "at least", "busy")
-        yield from _columns([names, *traffic_rows(plan.traffic)], "<<<>>>>")
+        yield from columns([names, *traffic_rows(plan.traffic)], "<<<>>>>")
         if plan.traffic.network_bytes:
             yield network(plan.traffic)
     else:
@@ -131,16 +131,16 @@ def traffic_rows(traffic: Traffic) -> Iterator[tuple[str, ...]]:
 
 
 def _timeline(plan: Plan, timeline: Timeline) -> Iterator[str]:
-    yield from _columns([("TIMELINE", "", ""), *_facts(plan, timeline)], "<><")
+    yield from columns([("TIMELINE", "", ""), *_facts(plan, timeline)], "<><")
     phases = Phases(timeline).seconds().items()
     yield ""
     yield "KERNELS by phase"
-    yield from _columns([(format_seconds(s), name) for name, s in phases], "><")
+    yield from columns([(format_seconds(s), name) for name, s in phases], "><")
     if timeline.gaps:
         yield ""
         yield "GAPS in which no kernel runs, the longest first"
         names = ("at", "lasts", "waits for", "between")
-        yield from _columns([names, *gap_rows(timeline)], ">><<")
+        yield from columns([names, *gap_rows(timeline)], ">><<")
 
 
 def _facts(plan: Plan, timeline: Timeline) -> Iterator[tuple[str, str, str]]:
@@ -224,7 +224,7 @@ def gap_rows(timeline: Timeline) -> Iterator[tuple[str, str, str, str]]:
         )
 
 
-def _columns(rows: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:
+def columns(rows: Sequence[tuple[str, ...]], sides: str) -> Iterator[str]:
     """Aligns the cells of each column to its side, "<" or ">"."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     widths[0] = max(widths[0], 14 if sides[0] == "<" else 9)

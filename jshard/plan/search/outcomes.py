@@ -19,6 +19,8 @@ class Outcome:
     memory: int = 0  # bytes on one device
     host: int = 0  # bytes of host memory for one device
     usable: int = 0  # bytes of the card that a program may use
+    range: tuple[float, float] | None = None  # of the step, if runs confirm its kind
+    kind: str = ""  # what these runs must have been: "bf16 on H100"
     cached: bool = False  # whether the result came from the cache
     error: str = ""  # why there are no figures
 

@@ -20,8 +20,10 @@ from jshard.plan.cost.ticks import pipeline_of
 from jshard.plan.cost.timeline import replay
 from jshard.plan.fit.device_memory import compiled_bytes
 from jshard.plan.fit.hardware import find_constants
+from jshard.plan.planning import kind_of_step
 from jshard.plan.program import Program, trace
 from jshard.plan.search.result_cache import program_key, read_result, write_result
+from jshard.plan.start_up import has_experts
 from jshard.recipe.configured import configure
 from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config
@@ -44,7 +46,11 @@ def compile_program(program: Program, cache: Path) -> dict[str, Any]:
         module = hlo.parse(compiled.as_text() or "")
         pipeline = pipeline_of(module, program.mesh, program.job.fsdp.policy)
         timeline = replay(module, program.gpu, program.mesh.size, pipeline)
+        experts = has_experts(program.jaxpr)
+        kind = kind_of_step(timeline, program.gpu, experts)
         result = {
+            "kind": kind,
+            "range": program.gpu.constants.range_of(timeline.seconds, kind),
             "seconds": timeline.seconds,
             "exposed": timeline.exposed,
             "memory": compiled_bytes(compiled),

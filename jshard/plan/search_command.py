@@ -1,0 +1,165 @@
+"""`--search` and `--topologies`: what compiles many programs to compare them."""
+
+import json
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from jshard.plan.output import answer_page, answer_text, search_text
+from jshard.plan.output.plan_files import write_file
+from jshard.plan.planning import plan_recipe
+from jshard.plan.search import answers, candidates
+from jshard.plan.search.answers import Answer, Question, ask, topologies
+from jshard.plan.search.outcomes import Search
+from jshard.plan.search.pareto_search import search
+from jshard.plan.search.prices import read_prices
+from jshard.plan.topology import require_plugin
+from jshard.recipe.config.overrides import read_words
+from jshard.recipe.config.shared_keys import FITTED
+from jshard.recipe.configured import Configured
+from jshard.system.cli.terminal import show
+from jshard.system.errors import UserError
+
+DOES_NOT_FIT = 3
+_LIMIT, _EACH = 50, 3  # candidates that are compiled: of one topology, of each of many
+# Where a search begins with what a recipe leaves to the memory.
+_OPEN = {"policy.remat": "full", "policy.accumulate": 1}
+
+
+def search_one(
+    arguments: SimpleNamespace, configured: Configured, given: dict[str, Any]
+) -> None:
+    """Searches the ways to run a job on one topology; exits with 3 if none fits."""
+    _refuse(arguments, ("html",), "shows one plan, and --search makes many")
+    chosen = _chosen(configured, arguments.topology)
+    allowed = _allowed(arguments, configured, given, arguments.search)
+    found = _search(arguments, configured, chosen | given, arguments.topology, allowed)
+    words = chosen | arguments.config_keys
+    command = lambda candidate: candidate.command(str(arguments.config), words)
+    show("\n".join(search_text.lines(found, command, allowed)))
+    if arguments.json:
+        write_file("json", arguments.json, json.dumps(found.as_dict(), indent=1) + "\n")
+    if not found.best:
+        sys.exit(DOES_NOT_FIT)
+
+
+def check_question(arguments: SimpleNamespace) -> tuple[list[str], Question]:
+    """Reads what is asked of many topologies, before anything is compiled.
+
+    Raises:
+      UserError: a topology, a price or an amount is missing or impossible.
+    """
+    specs = topologies(arguments.topologies)
+    if arguments.tokens is None:
+        raise UserError("--topologies: how much to train on is missing: --tokens=15e12")
+    if arguments.budget is not None and arguments.prices is None:
+        raise UserError(f"--budget={arguments.budget:g}: needs --prices=FILE")
+    question = Question(arguments.tokens, days=arguments.days, budget=arguments.budget)
+    if arguments.prices is not None:
+        prices = read_prices(arguments.prices)
+        known = {spec.rpartition(":")[0].lower() for spec in specs}
+        if missing := sorted(known - {*prices.per_gpu_hour}):
+            raise UserError(
+                f"--prices={arguments.prices}: has no price of {', '.join(missing)}"
+            )
+        question = Question(arguments.tokens, prices, arguments.days, arguments.budget)
+    require_plugin()
+    return specs, question
+
+
+def ask_all(
+    arguments: SimpleNamespace, configured: Configured, given: dict[str, Any]
+) -> None:
+    """Finds the fastest way to train on each topology; exits with 3 without any."""
+    _refuse(arguments, (), "shows one plan, and --topologies asks for many")
+    specs, question = check_question(arguments)
+    opened = configured.settings.policy.open_keys
+    base = {key: value for key, value in _OPEN.items() if key in opened}
+    allowed = _allowed(arguments, configured, given, arguments.search or ("",))
+    found: list[Answer] = []
+    unit = "tokens"
+    for answer, searched in ask(
+        question,
+        specs,
+        lambda spec: _search(arguments, configured, base | given, spec, allowed),
+    ):
+        found.append(answer)
+        unit = searched.unit
+        days = f"{answer.days[0]:,.1f} days" if answer.best else answer.why
+        show(f"{answer.topology}: {days}", error=True)
+    words = base | arguments.config_keys
+
+    def command(answer: Answer) -> str:
+        assert answer.best is not None
+        return answer.best.candidate.command(str(arguments.config), words)
+
+    show("\n".join(answer_text.lines(question, found, unit, command)))
+    if arguments.json:
+        data = answers.as_dict(question, found, unit)
+        write_file("json", arguments.json, json.dumps(data, indent=1) + "\n")
+    if arguments.html:
+        heading = f"{configured.recipe.name}: which GPUs, how many, how long"
+        page = answer_page.render(question, found, unit, command, heading)
+        write_file("html", arguments.html, page)
+    if not answers.front(question, found):
+        sys.exit(DOES_NOT_FIT)
+
+
+def _refuse(arguments: SimpleNamespace, more: tuple[str, ...], why: str) -> None:
+    for name in ("profile", "fit", "trace", "hlo", *more):
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--{name}: {why}; plan the candidate that it finds")
+    if arguments.imbalance != 1.0:
+        raise UserError(f"--imbalance: {why}; plan the candidate that it finds")
+
+
+def _allowed(
+    arguments: SimpleNamespace,
+    configured: Configured,
+    given: Mapping[str, Any],
+    searches: tuple[str, ...],
+) -> dict[str, Any]:
+    recipe = configured.recipe
+    listed = {
+        key: tuple(
+            read_words(configured.config, {key: word}, recipe.name, "search")[key]
+            for word in text.split(",")
+            if word
+        )
+        for key, text in arguments.search_keys.items()
+    }
+    return candidates.parse_search(searches, listed, given)
+
+
+def _search(
+    arguments: SimpleNamespace,
+    configured: Configured,
+    overrides: dict[str, Any],
+    spec: str,
+    allowed: dict[str, Any],
+) -> Search:
+    found = search(
+        configured.recipe.path,
+        overrides,
+        spec,
+        allowed,
+        limit=arguments.limit or (_EACH if arguments.topologies else _LIMIT),
+        constants=str(arguments.constants),
+        report=search_text.report,
+    )
+    for warning in found.warnings:
+        show(f"jshard: warning: {warning}", error=True)
+    return found
+
+
+def _chosen(configured: Configured, where: str) -> dict[str, Any]:
+    """Returns what training would choose of keys that are "fit"; a search begins there.
+
+    Raises:
+      DoesNotFit: no choice fits.
+    """
+    if not configured.settings.policy.open_keys:
+        return {}
+    chosen = plan_recipe(configured, where).program.job.configured.values
+    return {key: chosen[key] for key in FITTED}
