@@ -45,7 +45,7 @@ class Operation(NamedTuple):
     """An instruction that ran, or is predicted on a GPU."""
 
     seconds: float  # the median over steps, devices and turns
-    count: int  # of these
+    times: int  # how often it ran
     event: Callable[[GPU], Event]
 
 
@@ -163,11 +163,11 @@ def _solve(
     name: str, in_seconds: bool, operations: Sequence[Operation], gpu: GPU
 ) -> float:
     """Returns the constant with which they take as long as they did, by bisection."""
-    wanted = sum(x.seconds * x.count for x in operations)
+    wanted = sum(x.seconds * x.times for x in operations)
 
     def takes(value: float) -> float:
         other = _with(gpu, name, value)
-        return sum(x.event(other).seconds * x.count for x in operations)
+        return sum(x.event(other).seconds * x.times for x in operations)
 
     now = getattr(gpu.constants, name)
     low, high = math.log(now / 64), math.log(now * 64)
@@ -190,7 +190,7 @@ def _products(
             groups[flops].append(x)
     rows = []
     for flops, group in groups.items():
-        seconds = sum(x.seconds * x.count for x in group)
-        count = sum(x.count for x in group)
+        seconds = sum(x.seconds * x.times for x in group)
+        count = sum(x.times for x in group)
         rows.append((seconds, (flops, len(group), flops * count / seconds / gpu.flops)))
     return tuple(row for _, row in sorted(rows, reverse=True)[:5])
