@@ -16,6 +16,8 @@ import jshard
 from h100 import h100s
 from jshard.plan import plan as plan_function
 from jshard.plan import plan_file
+from jshard.plan.memory.breakdown import Memory, Part
+from jshard.plan.output import plan_text
 from jshard.plan.planning import Plan
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -142,6 +144,22 @@ def test_a_lost_donation_is_seen_in_the_results(step):
 
 def test_what_is_alive_at_once_is_what_xla_reserves_but_for_gaps(step):
     assert 0 <= step.memory.unexplained < 0.05 * step.memory.total
+
+
+def test_arguments_without_a_name_are_together(written):
+    text = FFT.replace('op_name="field"', 'op_name="Arg_0.1"')
+    assert parts(plan_file(written(text), "a100:4"))["arguments"] == ARRAY
+    text = FFT.replace(', metadata={op_name="field"}', "")
+    assert parts(plan_file(written(text), "a100:4"))["arguments"] == ARRAY
+
+
+def test_values_in_the_memory_of_later_results_are_said():
+    memory = Memory((Part("x", 3 * 2**20, ""),), 2 * 2**20, -(2**20), None, (), 1)
+    assert [row[:3] for row in plan_text.memory_rows(memory)] == [
+        ("x", "3.0 MiB", "150.0%"),
+        ("shared", "-1.0 MiB", "-50.0%"),
+        ("total", "2.0 MiB", ""),
+    ]
 
 
 def test_a_module_of_flax_is_planned_without_arrays():

@@ -25,6 +25,7 @@ from jshard.system.formatting import format_bytes
 
 _MOST_OWNERS = 8  # that one argument is split into
 _SHOWN = 3
+_NUMBERED = re.compile(r"Arg_\d+(\.\d+)?")  # of what JAX has no name for
 _PARTS = {FORWARD: "values of the forward", BACKWARD: "values of the backward"}
 _OTHERS = "other values"
 
@@ -69,7 +70,8 @@ def memory_by_owner(
 def owners(module: Module) -> dict[str, list[Instruction]]:
     """Returns a program's arguments by owner: "params", or "state.params"."""
     arguments = [x for _, x in sorted(module.entry.parameters.items())]
-    paths = [tuple(re.findall(r"\w+", x.source)) for x in arguments]
+    named = ["" if _NUMBERED.fullmatch(x.source) else x.source for x in arguments]
+    paths = [tuple(re.findall(r"\w+", name)) for name in named]
     below: dict[str, set[str]] = collections.defaultdict(set)
     for path in paths:
         below[path[0] if path else ""].add(path[1] if len(path) > 1 else "")
@@ -133,6 +135,8 @@ def _words(buffer: Buffer) -> str:
     array = next((a for a in x.arrays if a.bytes == buffer.bytes), None)
     shape = f"{array.dtype}[{','.join(map(str, array.shape))}]" if array else x.opcode
     # Until JAX 0.4 operations had their arguments, in brackets.
-    path = re.sub(r"\[.*?\]", "", x.source.split(":")[0])
+    # A kernel of several has them as a/(b/c:d).
+    first = f"/{x.source}".split(":")[0].replace("/(", "/")
+    path = re.sub(r"\[.*?\]", "", first)
     source = "/".join(path.split("/")[-2:]) or x.name
     return f"{shape} ({format_bytes(buffer.bytes)}) of {source}"

@@ -90,9 +90,13 @@ def options(plan: Plan) -> list[tuple[str, object, str]]:
 def memory_rows(memory: Memory) -> Iterator[tuple[str, str, str, str]]:
     """Yields rows of a table: part, bytes, share of the total, contents."""
     parts = [part for part in memory.parts if part.bytes]
-    for part in (*parts, Part("unexplained", memory.unexplained, "")):
-        share = f"{part.bytes / memory.total:.1%}"
-        yield part.name, format_bytes(part.bytes), share, part.what
+    left = memory.unexplained
+    rest = Part("unexplained", left, "")
+    if left < 0:  # XLA reserves less than what is alive would take side by side
+        rest = Part("shared", left, "values that are in the memory of later results")
+    for part in (*parts, rest):
+        share, sign = f"{part.bytes / memory.total:.1%}", "-" * (part.bytes < 0)
+        yield part.name, f"{sign}{format_bytes(abs(part.bytes))}", share, part.what
     fits = ""
     if memory.usable is not None:
         does = "fits in" if memory.fits else "does not fit in"
