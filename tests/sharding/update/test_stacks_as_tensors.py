@@ -12,6 +12,7 @@ from flax import nnx
 import jshard
 from filled import filled
 from jshard.sharding.layout.layer_dims import mark_layers
+from jshard.sharding.update.stacks import layers_apart
 from jshard.sharding.update.stacks.layers_apart import check_layers
 from jshard.system.errors import UserError
 
@@ -157,6 +158,32 @@ ACCEPTED = {
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_keeps_layers_apart_is_taken_as_it_is(name):
     check_layers(ACCEPTED[name], PARAMS)
+
+
+POINTWISE = {
+    "adamw": optax.adamw(WARM, mask=by_path),
+    "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "lion": optax.lion(1e-3),
+    "every second": every(optax.adabelief(1e-3)),
+    "injected": optax.inject_hyperparams(optax.rmsprop)(1e-3),
+    "labels": optax.multi_transform(
+        {"a": optax.adagrad(1.0), "b": optax.sgd(1.0)},
+        lambda params: nnx.map_state(
+            lambda path, v: v.replace("ba"[path[0] == "blocks"]), params
+        ),
+    ),
+}
+
+
+@pytest.mark.quick("adamw")
+@pytest.mark.parametrize("name", POINTWISE)
+def test_what_is_pointwise_is_not_computed_and_would_be_right(name, monkeypatch):
+    tx, params = POINTWISE[name], layers_apart.plain(PARAMS)
+    assert layers_apart._not_apart(tx, params) is None
+    assert layers_apart._chosen_by_size(tx, params) is None
+    for name in ("_not_apart", "_chosen_by_size"):
+        monkeypatch.setattr(layers_apart, name, lambda *_: "is computed")
+    check_layers(tx, PARAMS)
 
 
 def test_what_tiny_arrays_cannot_answer_is_said():

@@ -12,6 +12,9 @@ has a norm of all gradients, too, a list of arrays in one variable. An optimizer
 treats equal layers unlike (a rate for each layer, or noise) knows of them, and is not
 asked more. What chooses by size chooses otherwise in a tiny model, and must have the
 same program for one layer as for all.
+
+Most optimizers do the same with each element, in all layers and in one alone. Their
+programs say so, and nothing is computed.
 """
 
 from typing import Any
@@ -33,6 +36,7 @@ from jshard.sharding.update.stacks.tiny_trees import (
     choices,
     lists_of_arrays,
     one_layer,
+    programs,
     same,
     tiny,
 )
@@ -50,6 +54,8 @@ def check_layers(tx: Transformation, params: nnx.State) -> None:
         return
     params = plain(params)
     with within(asking, True):
+        if _alike_and_pointwise(tx, params):
+            return
         problem = _not_apart(tx, params) or _chosen_by_size(tx, params)
     if problem:
         raise UserError(
@@ -58,6 +64,21 @@ def check_layers(tx: Transformation, params: nnx.State) -> None:
             "in jshard.optim.per_layer, which gives it one layer's tensors (clip by a "
             "global norm outside of it), or let the mask look at paths"
         )
+
+
+def _alike_and_pointwise(tx: Transformation, params: nnx.State) -> bool:
+    """Whether all layers and one alone have the same program, of each element.
+
+    Then nothing need be computed. Most optimizers are like that, but not those with a
+    norm of what they take.
+    """
+    try:
+        whole = programs(tx, params)
+        return None not in whole and whole == programs(tx, one_layer(params))
+    except UserError:  # it says what no step has, whatever the arrays
+        raise
+    except Exception:  # the user's: it is asked again, and said
+        return False
 
 
 def _not_apart(tx: Transformation, params: nnx.State) -> str | None:

@@ -17,6 +17,7 @@ from jshard.sharding.layout.layer_dims import IN_LAYER, layer_dims
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.update.call_optax import call
 from jshard.system.compat.jaxprs import connections
+from jshard.system.compat.pointwise import pointwise_form
 from jshard.system.compat.xla_options import QUICK
 
 Transformation: TypeAlias = optax.GradientTransformation
@@ -99,6 +100,16 @@ def traced(tx: Transformation, params: Any) -> tuple[Any, tuple, tuple]:
         return_shape=True,
     )(*inputs)
     return jaxpr, inputs, outputs
+
+
+def programs(tx: Transformation, params: Any) -> tuple[Any, Any]:
+    """Returns the forms of a first state and of an update; None if not pointwise."""
+    abstract = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.float32)
+    params = jax.tree.map(abstract, params)
+    first = pointwise_form(jax.make_jaxpr(lambda params: tx.init(params))(params))
+    if first is None:
+        return None, None
+    return first, pointwise_form(traced(tx, params)[0])
 
 
 def choices(tx: Transformation, params: Any) -> Any:
