@@ -161,6 +161,7 @@ def test_what_keeps_layers_apart_is_taken_as_it_is(name):
 
 
 POINTWISE = {
+    "clipped": optax.chain(CLIP, optax.adamw(WARM), optax.scale(-1)),
     "adamw": optax.adamw(WARM, mask=by_path),
     "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "lion": optax.lion(1e-3),
@@ -175,7 +176,7 @@ POINTWISE = {
 }
 
 
-@pytest.mark.quick("adamw")
+@pytest.mark.quick("clipped")
 @pytest.mark.parametrize("name", POINTWISE)
 def test_what_is_pointwise_is_not_computed_and_would_be_right(name, monkeypatch):
     tx, params = POINTWISE[name], layers_apart.plain(PARAMS)

@@ -16,8 +16,8 @@ from flax import nnx
 from jshard.sharding.layout.layer_dims import IN_LAYER, layer_dims
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.update.call_optax import call
+from jshard.sharding.update.stacks.pointwise import pointwise_form
 from jshard.system.compat.jaxprs import connections
-from jshard.system.compat.pointwise import pointwise_form
 from jshard.system.compat.xla_options import QUICK
 
 Transformation: TypeAlias = optax.GradientTransformation
@@ -106,10 +106,16 @@ def programs(tx: Transformation, params: Any) -> tuple[Any, Any]:
     """Returns the forms of a first state and of an update; None if not pointwise."""
     abstract = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.float32)
     params = jax.tree.map(abstract, params)
-    first = pointwise_form(jax.make_jaxpr(lambda params: tx.init(params))(params))
-    if first is None:
+    number = len(jax.tree.leaves(params))
+    first = jax.make_jaxpr(lambda params: tx.init(params))(params)
+    form = pointwise_form(first, range(number))
+    if form is None:
         return None, None
-    return first, pointwise_form(traced(tx, params)[0])
+    jaxpr, (_, state, *_), _ = traced(tx, params)
+    of_state = [None] * len(jax.tree.leaves(state))
+    return form, pointwise_form(
+        jaxpr, [*range(number), *of_state, *range(number), None]
+    )
 
 
 def choices(tx: Transformation, params: Any) -> Any:

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jshard.system.compat.pointwise import pointwise_form
+from jshard.sharding.update.stacks.pointwise import pointwise_form
 
 RATES = np.linspace(0.1, 1, 3, dtype=np.float32)
 
 
 def form(fn, shape):
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return pointwise_form(jax.make_jaxpr(fn)(x, x))
+    return pointwise_form(jax.make_jaxpr(fn)(x, x), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,9 @@ def form(fn, shape):
         lambda x, y: jnp.clip(x, -1, 1).astype(jnp.bfloat16),
         lambda x, y: (jnp.zeros_like(x), y),
         jax.jit(lambda x, y: jnp.sign(x) * jnp.tanh(y)),
+        # A norm of all arrays.
+        lambda x, y: x / jnp.sqrt(0 + jnp.sum(x**2) + jnp.sum(y**2)),
+        lambda x, y: y * jax.jit(lambda a, b: a + b)(jnp.sum(x), jnp.sum(y)),
     ],
 )
 def test_what_does_the_same_with_each_element_has_one_form_for_all_shapes(fn):
@@ -50,10 +53,24 @@ def test_what_does_the_same_with_each_element_has_one_form_for_all_shapes(fn):
         lambda x, y: jax.lax.cond(x.sum() > 0, lambda z: z, lambda z: -z, y),
         lambda x, y: jax.lax.cond(True, lambda z: z / z.sum(), lambda z: z, y),
         jax.jit(lambda x, y: x / x.max()),
+        # Sums of one of the arrays, of one twice, of what mixes two, or of sums.
+        lambda x, y: x / jnp.sum(x) + y / jnp.sum(y),
+        lambda x, y: x * (jnp.sqrt(jnp.sum(x)) + jnp.sqrt(jnp.sum(y))),
+        lambda x, y: x * jnp.sqrt(jnp.sum(x) + jnp.sum(y) + jnp.sum(x)),
+        lambda x, y: x * jnp.maximum(jnp.sum(x), jnp.sum(y)),
+        lambda x, y: x * jnp.sum(x * y),
+        lambda x, y: x * (jnp.sum(x) + 1 + jnp.sum(y)),
+        lambda x, y: (jnp.sum(x), y),
     ],
 )
 def test_what_mixes_elements_or_knows_their_place_has_none(fn):
     assert form(fn, (3, 3)) is None
+
+
+def test_a_sum_over_the_only_array_is_not_known_to_be_one_over_all():
+    x = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+    program = jax.make_jaxpr(lambda x: x / jnp.sum(x))(x)
+    assert pointwise_form(program, (0,)) is None
 
 
 @pytest.mark.parametrize(
