@@ -238,7 +238,10 @@ def test_a_program_of_cpus_has_its_traffic_where_it_was_compiled(written):
         (FFT.replace("num_partitions=4", "num_partitions=8"), "is for 8 devices"),
         (FFT[: len(FFT) * 2 // 3], "version of XLA, or cut off: %all-to-all-start"),
         (FFT.rsplit("}\n", 1)[0], "cut off: the file ends within a computation"),
-        (FFT.replace("%all-to-all-start)", "%gone)"), "no instruction 'gone'"),
+        (
+            FFT.replace("%all-to-all-start)", "%gone)"),
+            "all-to-all-done reads gone, which is not before it in main",
+        ),
         (FFT.replace("  %fft.1 = c64", "  %fft.1 := c64"), "line 10 is not understood"),
         (FFT.replace("{{0,1,2,3}}", "<4 of 4>"), "unknown form of device groups"),
         (FFT + "// __ynn_fusion", "XLA compiled this for CPUs"),

@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6786,
     "recipe": 2954,
-    "plan": 9903,
+    "plan": 10008,
     "inference": 2498,
     "training": 6729,
     "the commands": 1374,

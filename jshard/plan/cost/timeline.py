@@ -179,7 +179,7 @@ class _Replay:
                 for device, event in zip(devices, events, strict=False):
                     device.wait(event)
             elif x.opcode.endswith("-update"):
-                started[x.name] = started.pop(x.operands[0])
+                started[x.name] = started.pop(x.operands[0], [])
             else:
                 started[x.name] = self.issue(computation, x, devices, loops)
 

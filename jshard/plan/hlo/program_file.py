@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jshard.plan.hlo.program_text import Computation, Instruction, Module, parse
+from jshard.plan.hlo.well_formed import MOST_RUNS, problems, runs
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_text
 
@@ -58,16 +59,21 @@ def parse_program(path: Path, text: str) -> Module:
             f"--from-hlo={path}: line {number} is not understood, so the file may be "
             f"of another version of XLA, or cut off: {line.strip()[:80]}"
         )
+    why = "is not understood, so the file may be of another version of XLA, or cut off"
     try:
         module = parse(text)
-        for x in module.instructions.values():
-            _ = x.groups, [module.instructions[name] for name in x.operands]
-    except (ValueError, KeyError) as error:
-        what = f"no instruction {error}" if isinstance(error, KeyError) else str(error)
+        groups = [x.groups for x in module.instructions.values()]
+    except ValueError as error:
+        raise UserError(f"--from-hlo={path}: {why}: {error}") from error
+    if problem := next(problems(module), ""):
+        raise UserError(f"--from-hlo={path}: {why}: {problem}")
+    if any(() in found for found in groups):
+        raise UserError(f"--from-hlo={path}: {why}: an empty group of devices")
+    if (number := runs(module, module.entry)) > MOST_RUNS:
         raise UserError(
-            f"--from-hlo={path}: is not understood, so the file may be of another "
-            f"version of XLA, or cut off: {what}"
-        ) from error
+            f"--from-hlo={path}: a call runs {number:,} instructions, and a plan has "
+            f"at most {MOST_RUNS:,}: give a program with fewer trips of its loops"
+        )
     return module
 
 
