@@ -58,7 +58,7 @@ class _Reader:
         consts: Sequence[Any],
         given: Sequence[frozenset[int]],
         sums: dict[int, frozenset[int]],
-    ) -> tuple[Any, list[frozenset[int] | None]]:
+    ) -> tuple[Any, Sequence[frozenset[int] | None]]:
         """Returns the form of a program, and what its results are sums of.
 
         ``given`` are the arrays that inputs are of, and ``sums`` those that an input,
@@ -85,7 +85,7 @@ class _Reader:
             read = [name_of(x) for x in eqn.invars]
             of = [look_up(arrays, x) or frozenset[int]() for x in eqn.invars]
             parts = [look_up(totals, x) for x in eqn.invars]
-            results: list[frozenset[int] | None] = [None] * len(eqn.outvars)
+            results: Sequence[frozenset[int] | None] = [None] * len(eqn.outvars)
             if name in CALLS:
                 (inner,) = _inside(name, eqn)
                 within = {i: part for i, part in enumerate(parts) if part is not None}
