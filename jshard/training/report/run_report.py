@@ -35,6 +35,7 @@ from jshard.training.report.save_table import format_wait, save_table
 from jshard.training.report.series import Points, Series
 from jshard.training.report.step_times import StepTimes
 from jshard.training.report.time_section import goodput_section
+from jshard.training.report.trace_section import PLAN, trace_section
 
 REPORT = "report.html"  # in a run's folder
 SAMPLES = "samples"  # a note, and the folder of its pictures in a run's folder
@@ -146,6 +147,7 @@ def _render(
             sections.append(section(heading, goodput_section(account)))
     if shown := part("step_time", times.render):
         sections.append(section("Step times", shown))
+    sections.append(part(PLAN, lambda: trace_section(workdir)))
     if charts := list(_charts(series)):
         sections.append(section("Curves", cards(charts)))
     if GENERATED in notes:
