@@ -26,6 +26,7 @@ from jshard.plan.hlo.program_file import (
     read_program,
     unknowns,
 )
+from jshard.plan.hlo.well_formed import MOST_RUNS, runs
 from jshard.plan.memory.owners import memory_by_owner
 from jshard.plan.planning import Plan
 from jshard.plan.program import ATTACHED, find_gpu
@@ -129,7 +130,13 @@ def _plan(
     if gpu is not None:
         gpu = dataclasses.replace(gpu, constants=constants)
     kind = gpu.name if gpu else jax.devices()[0].device_kind
-    estimated = () if total is not None else (_ESTIMATED,)
+    notes = [] if total is not None else [_ESTIMATED]
+    long = (ran := runs(module, module.entry)) > MOST_RUNS
+    if long:
+        notes.append(
+            f"a call runs {ran:,} instructions, and a timeline has at most "
+            f"{MOST_RUNS:,}: plan fewer trips of the loops"
+        )
     return Plan(
         name=program.name,
         about=program.about,
@@ -141,8 +148,8 @@ def _plan(
         module=module,
         memory=memory_by_owner(module, program.text, number, gpu, total),
         traffic=Traffic(count(module, number, gpu), {}),
-        timeline=None if gpu is None else replay(module, gpu, number),
-        notes=(*estimated, *unknowns(module)),
+        timeline=None if gpu is None or long else replay(module, gpu, number),
+        notes=(*notes, *unknowns(module)),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jshard.plan.hlo.program_text import Computation, Instruction, Module, parse
-from jshard.plan.hlo.well_formed import MOST_RUNS, problems, runs
+from jshard.plan.hlo.well_formed import problems
 from jshard.system.errors import UserError
 from jshard.system.files.untrusted import read_text
 
@@ -69,11 +69,6 @@ def parse_program(path: Path, text: str) -> Module:
         raise UserError(f"--from-hlo={path}: {why}: {problem}")
     if any(() in found for found in groups):
         raise UserError(f"--from-hlo={path}: {why}: an empty group of devices")
-    if (number := runs(module, module.entry)) > MOST_RUNS:
-        raise UserError(
-            f"--from-hlo={path}: a call runs {number:,} instructions, and a plan has "
-            f"at most {MOST_RUNS:,}: give a program with fewer trips of its loops"
-        )
     return module
 
 

@@ -43,7 +43,9 @@ def lines(plan: Plan) -> Iterator[str]:
         yield "TRAFFIC         none"
     yield ""
     if plan.timeline is None:
-        yield "TIMELINE        none: the speed of these devices is unknown"
+        why = "the speed of these devices is unknown"
+        why = why if plan.gpu is None else "the program runs too many instructions"
+        yield f"TIMELINE        none: {why}"
     else:
         yield from _timeline(plan, plan.timeline)
     if plan.options:
