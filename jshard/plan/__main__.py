@@ -263,13 +263,15 @@ def _show(plan: Plan, traced: Profile | None, arguments: SimpleNamespace) -> Non
 def _check_where(arguments: SimpleNamespace) -> None:
     """Raises UserError unless there is one topology, or a good question about many."""
     where, many = arguments.topology, arguments.topologies
-    if bool(where) == bool(many):
-        both = "is given beside --topologies; drop one" if where else "is missing"
+    if (where is None) == (many is None):
+        both = (
+            "is missing" if many is None else "is given beside --topologies; drop one"
+        )
         raise UserError(f"--topology=GPU:NUMBER {both}; see --help")
     for name in ("tokens", "prices", "days", "budget"):
-        if where and getattr(arguments, name) is not None:
+        if many is None and getattr(arguments, name) is not None:
             raise UserError(f"--{name}: is asked of many topologies: --topologies=...")
-    if many:
+    if many is not None:
         search_command.check_question(arguments)
     elif where != ATTACHED:
         topology.parse(where)

@@ -98,6 +98,16 @@ def test_none_beats_the_front_in_both_days_and_cost():
     assert slow.topology == "h100:8"
 
 
+def test_of_two_as_fast_the_dearer_is_beaten():
+    question = Question(1e12, Prices({"h100": 2.0, "a100": 1.0}))
+    as_fast = searched("h100:8")
+    cheap = question.answer(searched("a100:8", outcomes=as_fast.outcomes))
+    dear = question.answer(as_fast)
+    assert cheap.days == dear.days
+    assert front(question, [dear, cheap]) == [cheap]
+    assert front(question, [cheap, cheap._replace(topology="a100:8 again")])[0] == cheap
+
+
 def test_days_and_a_budget_leave_out_what_is_late_or_dear():
     specs = ("h200:8", "h200:64", "h200:256")
     every = answers(Question(1e12, PRICES), *specs)

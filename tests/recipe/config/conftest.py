@@ -43,7 +43,7 @@ def refused(monkeypatch, capsys):
     monkeypatch.setattr(jshard.Trainer, "fit", accepted)
     monkeypatch.setattr("jshard.training.train_command.make_cpu_devices", accepted)
     monkeypatch.setattr(jshard.plan.__main__, "make_cpu_devices", accepted)
-    monkeypatch.setattr(jshard.plan.__main__, "search", accepted)
+    monkeypatch.setattr("jshard.plan.search_command.search", accepted)
     monkeypatch.setattr(jshard.plan.topology, "has_plugin", lambda: True)
     monkeypatch.setattr(jshard.launch.Launcher, "run", accepted)
 

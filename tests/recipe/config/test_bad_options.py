@@ -31,7 +31,14 @@ OPTIONS = {
         "html": ("", LONG, "/", "/nosuch/file", URL),
         "trace": ("", LONG, "/", "/nosuch/file", URL),
         "hlo": ("", LONG, "/", "/nosuch/file", URL),
+        "fit": ("", LONG, "/", "/nosuch/file", URL),
+        "from-hlo": ("", LONG, "/", "/nosuch", URL),
         "search": ("nosuch", LONG),
+        "topologies": ("", ",", "h100", "h100:9", "h100:8..4", "h1000:8..16", LONG),
+        "tokens": ("", "0", "-1", "many", "nan", "inf"),
+        "prices": ("", LONG, "/", "/nosuch", "/dev/null", URL),
+        "days": ("", "0", "-1", "many", "nan"),
+        "budget": ("", "0", "-1", "many", "nan"),
         "limit": ("", "0", "-1", "many", "²", "9" * 5000),
     },
     jshard.launch: {
@@ -56,6 +63,7 @@ OPTIONS = {
         "workers": ("", "0", "-1", "many", "nan", "1" + "0" * 20, LONG),
     },
 }
+OF_QUESTIONS = ("topologies", "tokens", "prices", "days", "budget")  # of the planner
 # What makes the rest of a command line good.
 GOOD = {
     jshard.train: {
@@ -86,8 +94,13 @@ def test_a_bad_value_of_any_option_is_one_line_that_names_it(
     monkeypatch.chdir(tmp_path)
     for text in OPTIONS[command][option]:
         given = GOOD[command] | {option: text}
-        if option in ("limit", "search") and option != "search":
+        if option == "limit":
             given["search"] = ""
+        if option == "from-hlo":
+            del given["config"]
+        if option in OF_QUESTIONS:
+            given |= {"topologies": "h100:8", "tokens": "1e9"} | {option: text}
+            del given["topology"]
         if option in ("rsh", "min_hosts"):
             given["hosts"] = "a,b"
         if option == "PATH":
