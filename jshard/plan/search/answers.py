@@ -135,7 +135,10 @@ def topologies(text: str) -> list[str]:
             raise UserError(f"--topologies={text}: {part!r} begins above its end")
         found |= dict.fromkeys(f"{match['gpu']}:{n}" for n in _doubled(low, high))
     for spec in found:
-        parse(spec)
+        try:
+            parse(spec)
+        except UserError as error:
+            raise UserError(f"--topologies={text}: {error}") from error
     return list(found)
 
 
