@@ -96,25 +96,23 @@ def number_of_devices(text: str) -> int:
 
 def is_of_cpus(module: Module, text: str) -> bool:
     """Whether XLA compiled a program for CPUs."""
-    products = any(x.opcode in _PRODUCTS for x, _ in running(module, module.entry))
+    products = any(x.opcode in _PRODUCTS for x in running(module, module.entry))
     return products or _OF_CPUS.search(text) is not None
 
 
-def running(
-    module: Module, computation: Computation, inside: bool = False
-) -> Iterator[tuple[Instruction, bool]]:
-    """Yields what runs by itself, not in a kernel, and whether it is in a loop."""
+def running(module: Module, computation: Computation) -> Iterator[Instruction]:
+    """Yields what runs by itself, not in a kernel; what is in a loop once."""
     for x in computation.instructions:
-        yield x, inside
+        yield x
         if x.opcode in ("while", "conditional", "call"):
             bodies = [module.body(x)] if x.opcode == "while" else module.inside(x)
             for body in bodies:
-                yield from running(module, body, inside or x.opcode == "while")
+                yield from running(module, body)
 
 
 def unknowns(module: Module) -> Iterator[str]:
     """Yields in words what a plan of a program does not know."""
-    ran = [x for x, _ in running(module, module.entry)]
+    ran = [*running(module, module.entry)]
     loops = [
         x
         for x in ran

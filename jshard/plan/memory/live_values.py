@@ -6,6 +6,7 @@ theirs in place, updates of slices are in place, and what an elementwise kernel 
 last its result may take over. Gaps in XLA's heap are not modelled.
 """
 
+import collections
 import dataclasses
 import re
 from collections.abc import Container, Iterable
@@ -90,19 +91,25 @@ def _follow(
             place.bytes = 0
             is_free = occupied is not None and number not in occupied
             place = before.get(place) if is_free else None
+    ending: dict[int, list[Buffer]] = collections.defaultdict(list)
+    for buffer, time in values.last.items():
+        ending[time].append(buffer)
     alive: dict[Buffer, None] = {}
-    most = _NOTHING
+    total, most = 0, _NOTHING
     for time, x in enumerate(body.instructions):
         for buffer in values.made[x.name]:
-            if buffer in before:
-                alive.pop(before[buffer], None)
+            if (taken := before.get(buffer)) in alive:
+                alive.pop(taken)
+                total -= taken.bytes
             alive[buffer] = None
+            total += buffer.bytes
         inside = _inside(module, x, taking_over)
-        total = sum(buffer.bytes for buffer in alive) + inside.bytes
-        if total > most.bytes:
-            most = Peak(total, (*alive, *inside.alive))
-        for buffer in [b for b in alive if values.last[b] <= time]:
-            alive.pop(buffer)
+        if total + inside.bytes > most.bytes:
+            most = Peak(total + inside.bytes, (*alive, *inside.alive))
+        for buffer in ending[time]:
+            if buffer in alive:
+                alive.pop(buffer)
+                total -= buffer.bytes
     return most
 
 
