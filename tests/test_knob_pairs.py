@@ -55,11 +55,11 @@ NAMES = ("qkv", "hidden")
 REMATS = {"names": jshard.Names(*NAMES), "offload": jshard.Offload(*NAMES)}
 # The largest relative error of a loss or a gradient norm, by what rounds.
 BOUNDS = {
-    "float8_e4m3fn": 0.05,
+    "float8_e4m3fn": 0.1,
     "int8": 0.02,
     "bfloat16": 0.01,
     "float32": 1e-5,
-    None: 1e-9,
+    None: 1e-7,  # jax.nn.dot_product_attention takes every softmax in float32
 }
 
 
@@ -84,17 +84,17 @@ def make_model(tied: bool) -> GPT:
     return filled(lambda: GPT(config, rngs=nnx.Rngs(0)))
 
 
-def optimizer(moments: str | None = None) -> optax.GradientTransformation:
+def optimizer(moments: str | None) -> optax.GradientTransformation:
     tx = optax.adamw(1e-2)
     tx = tx if moments is None else jshard.optim.bf16_moments(tx)
-    return optax.chain(optax.clip_by_global_norm(0.5), tx)
+    return jshard.optim.chain(optax.clip_by_global_norm(0.5), tx)  # for offload
 
 
 @functools.cache
 def one_device(tied: bool) -> list[dict[str, float]]:
     """Losses and gradient norms of a run without a mesh."""
     graphdef, params, rest = nnx.split(make_model(tied), nnx.Param, ...)
-    tx = optimizer()
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
     opt_state = tx.init(params)
 
     @jax.jit
