@@ -38,7 +38,7 @@ from jshard.system.formatting import format_bytes
 _MOST_CONSTANTS = 2**31  # bytes that XLA's message of a program holds
 _ESTIMATED = (
     "the memory is that of values alive at the same time in this schedule; gaps in "
-    "XLA's heap come on top, 0 to 6 % of the total in the steps that were compared"
+    "XLA's heap come on top, 0 to 5 % of the total in the steps that were compared"
 )
 
 

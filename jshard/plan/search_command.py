@@ -10,7 +10,7 @@ from jshard.plan.output import answer_page, answer_text, search_text
 from jshard.plan.output.plan_files import write_file
 from jshard.plan.planning import plan_recipe
 from jshard.plan.search import answers, candidates
-from jshard.plan.search.answers import Answer, Question, ask, topologies
+from jshard.plan.search.answers import Answer, Question, topologies
 from jshard.plan.search.outcomes import Search
 from jshard.plan.search.pareto_search import search
 from jshard.plan.search.prices import read_prices
@@ -79,13 +79,10 @@ def ask_all(
     allowed = _allowed(arguments, configured, given, arguments.search or ("",))
     found: list[Answer] = []
     unit = "tokens"
-    for answer, searched in ask(
-        question,
-        specs,
-        lambda spec: _search(arguments, configured, base | given, spec, allowed),
-    ):
+    for spec in specs:
+        searched = _search(arguments, configured, base | given, spec, allowed)
+        answer, unit = question.answer(searched), searched.unit
         found.append(answer)
-        unit = searched.unit
         days = f"{answer.days[0]:,.1f} days" if answer.best else answer.why
         show(f"{answer.topology}: {days}", error=True)
     words = base | arguments.config_keys

@@ -1,5 +1,6 @@
 """`--topologies`: which GPUs, how many, how long and how much."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -9,7 +10,14 @@ import pytest
 import jshard
 from jshard.plan import search_command
 from jshard.plan.output import answer_page, answer_text
-from jshard.plan.search.answers import NO_PRICES, Answer, Question, front, topologies
+from jshard.plan.search.answers import (
+    NO_PRICES,
+    Answer,
+    Question,
+    as_dict,
+    front,
+    topologies,
+)
 from jshard.plan.search.candidates import Candidate
 from jshard.plan.search.outcomes import Outcome, Search
 from jshard.plan.search.prices import Prices, read_prices
@@ -243,6 +251,20 @@ def test_the_command_asks_each_topology_and_prints_what_to_run(
     data = json.loads((tmp_path / "answer.json").read_text())
     assert [row["topology"] for row in data["answers"] if row["pareto"]] == ["h200:16"]
     assert "Days against cost" in (tmp_path / "answer.html").read_text()
+
+
+def test_what_no_run_confirms_has_no_range(plan, without_compiling, tmp_path):
+    file = tmp_path / "answer.json"
+    words = ["--config=llama.py:3-8b", "--topologies=h100:8", "--tokens=1e9"]
+    assert plan(*words, f"--json={file}")[0] == 0
+    (row,) = json.loads(file.read_text())["answers"]
+    assert row["days_range"] == pytest.approx([0.9 * row["days"], 1.2 * row["days"]])
+    (answer,) = answers(Question(1e9), "h100:8")
+    assert answer.best is not None
+    other = answer._replace(best=dataclasses.replace(answer.best, range=None))
+    (row,) = as_dict(Question(1e9), [other], "tokens")["answers"]
+    assert row["days_range"] is row["cost_range"] is None
+    assert answer_text.row(Question(1e9), other)[6] == "not confirmed"
 
 
 def test_if_nothing_is_in_time_the_exit_code_is_3(plan, without_compiling):

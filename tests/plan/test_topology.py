@@ -98,6 +98,8 @@ def test_a_cluster_has_hosts_and_domains_of_its_own(cluster):
     assert [(gpu.host, gpu.domain) for gpu, _ in [parse(f"{path}:8")]] == [(4, 4)]
     with pytest.raises(jshard.UserError, match="must be 1 to 4, or a multiple of 4"):
         parse(f"{path}:6")
+    path = cluster('gpu = "gb200"\ngpus_per_host = 4\n')  # as it is: a rack stays one
+    assert [(gpu.host, gpu.domain) for gpu, _ in [parse(f"{path}:72")]] == [(4, 72)]
     path = cluster('gpu = "gb200"\ngpus_per_domain = 36\n')
     assert [(gpu.host, gpu.domain) for gpu, _ in [parse(f"{path}:72")]] == [(4, 36)]
 

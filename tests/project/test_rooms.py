@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6786,
     "recipe": 2954,
-    "plan": 10022,
+    "plan": 10021,
     "inference": 2498,
     "training": 6770,
     "the commands": 1374,

@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from jshard.plan.fit.hardware import GPU, GPUS
+from jshard.plan.fit.toml_file import read_toml
 from jshard.system.errors import UserError
-from jshard.system.files.untrusted import read_text
 from jshard.system.formatting import did_you_mean
 
 SUFFIX = ".toml"
@@ -32,30 +31,27 @@ def read_cluster(path: Path) -> GPU:
     Raises:
       UserError: The file cannot be read, or has unknown keys or impossible values.
     """
-    try:
-        found = tomllib.loads(read_text(path))
-    except OSError as error:
-        raise UserError(f"--topology: {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"--topology: {path}: is not TOML ({error})") from error
+    found = read_toml("--topology", path)
     for key, value in found.items():
         if key != "gpu":
             _check(path, key, value)
     name = found.pop("gpu", None)
     if not isinstance(name, str) or name.lower() not in GPUS:
         raise UserError(
-            f"--topology: {path}: gpu = {name!r} must name the GPU that these are most "
+            f"--topology={path}: gpu = {name!r} must name the GPU that these are most "
             f"like: {', '.join(GPUS)}"
         )
     gpu = GPUS[name.lower()]
     fields = {_KEYS[key][0]: value for key, value in found.items()}
     if "port" in fields:
         fields["port"] /= _PORT
-    fields.setdefault("domain", fields.get("host", gpu.domain))
-    if fields["domain"] % fields.get("host", gpu.host):
+    host = fields.get("host", gpu.host)
+    # The NVLink of a rack joins hosts of any size; any other one joins a host's GPUs.
+    fields.setdefault("domain", gpu.domain if gpu.domain > gpu.host else host)
+    if fields["domain"] % host:
         raise UserError(
-            f"--topology: {path}: gpus_per_domain = {fields['domain']} must be a "
-            f"multiple of the {fields.get('host', gpu.host)} GPUs of a host"
+            f"--topology={path}: gpus_per_domain = {fields['domain']} must be a "
+            f"multiple of the {host} GPUs of a host"
         )
     return dataclasses.replace(gpu, **fields, source=path.name)
 
@@ -64,12 +60,12 @@ def _check(path: Path, key: str, value: Any) -> None:
     if key not in _KEYS:
         hint = did_you_mean(key, ["gpu", *_KEYS])
         raise UserError(
-            f"--topology: {path}: unknown key {key!r}{hint}; possible: gpu, "
+            f"--topology={path}: unknown key {key!r}{hint}; possible: gpu, "
             f"{', '.join(_KEYS)}"
         )
     whole = key in _WHOLE
     good = isinstance(value, int if whole else int | float)
     if isinstance(value, bool) or not good or not (0 < value < math.inf):
         raise UserError(
-            f"--topology: {path}: {key} = {value!r} must be {_KEYS[key][1]}, above 0"
+            f"--topology={path}: {key} = {value!r} must be {_KEYS[key][1]}, above 0"
         )

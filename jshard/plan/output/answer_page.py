@@ -58,7 +58,7 @@ def _picture(
     parts = axes.grid(_decades(axes.x), _decades(axes.y))
     groups: dict[str, list[Answer]] = collections.defaultdict(list)
     for answer in found:
-        groups[answer.topology.rpartition(":")[0]].append(answer)
+        groups[answer.kind].append(answer)
     chosen = {answer.topology for answer in best}
     for number, group in enumerate(groups.values()):
         kind = f"line-{number % 8}"

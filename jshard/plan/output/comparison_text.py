@@ -18,36 +18,37 @@ _LARGEST = 3  # deviations that are listed
 
 def lines(found: Comparison) -> Iterator[str]:
     """Yields the comparison in lines of text."""
+    yield from (f"{label:15} {text}" for label, text in rows(found))
+
+
+def rows(found: Comparison) -> Iterator[tuple[str, str]]:
+    """Yields the comparison as (label, text), without a label where one goes on."""
     numbers, devices = found.steps.numbers, found.steps.devices
-    yield f"TRACE           {found.profile.path}"
-    yield f"program         {found.steps.program}, {_count(len(devices), 'device')}"
+    yield "TRACE", str(found.profile.path)
+    yield "program", f"{found.steps.program}, {_count(len(devices), 'device')}"
     seconds = found.seconds
     span = f"{format_seconds(min(seconds))} to {format_seconds(max(seconds))}"
     many = _count(len(numbers), "step")
     usual = format_seconds(found.step_seconds)
-    yield f"measured        {usual} per step ({many}: {span})"
+    yield "measured", f"{usual} per step ({many}: {span})"
+    planned = (
+        "no times for these devices: expected is the median of each operation over "
+        "steps and devices"
+    )
     if found.planned is not None:
-        yield f"planned         {format_seconds(found.planned)} per step"
-    else:
-        yield (
-            "planned         no times for these devices: expected is the median of "
-            "each operation over steps and devices"
-        )
-    for note in found.steps.notes:
-        yield f"note            {note}"
-    yield f"first           {first(found)}"
+        planned = f"{format_seconds(found.planned)} per step"
+    yield "planned", planned
+    yield from (("note", note) for note in found.steps.notes)
+    yield "first", first(found)
     if (without := found.without_first) is not None:
-        yield f"{'':15} Without it the step takes {format_seconds(without)} or more."
-    sums = found.sums
-    for i, (cause, total) in enumerate(sums.items()):
-        label = "per step" if i == 0 else ""
-        yield f"{label:15} {format_seconds(total):>9}  {cause}"
+        yield "", f"Without it the step takes {format_seconds(without)} or more."
+    for i, (cause, total) in enumerate(found.sums.items()):
+        yield "" if i else "per step", f"{format_seconds(total):>9}  {cause}"
     largest = sorted(
         range(len(found.deviations)), key=lambda i: -found.deviations[i].seconds
     )
     for i, number in enumerate(largest[:_LARGEST]):
-        label = "largest" if i == 0 else ""
-        yield f"{label:15} {sentence(found, number)}"
+        yield "" if i else "largest", sentence(found, number)
 
 
 def first(found: Comparison) -> str:

@@ -10,8 +10,7 @@ from jshard.plan.cost.phases import Phases
 from jshard.plan.cost.streams import COMPUTE, Event
 from jshard.plan.cost.timeline import Timeline
 from jshard.plan.memory.breakdown import Memory
-from jshard.plan.output import plan_text, schedule_picture
-from jshard.plan.output.comparison_text import lines
+from jshard.plan.output import comparison_text, plan_text, schedule_picture
 from jshard.plan.planning import Plan
 from jshard.plan.trace.comparison import Comparison
 from jshard.system.formatting import format_bytes, format_count, format_seconds
@@ -65,8 +64,7 @@ def _sections(plan: Plan, found: Comparison | None) -> Iterator[tuple[str, str]]
     if timeline is not None:
         yield "Timeline", "".join(_charts(timeline, found))
     if found is not None:
-        rows = ((line[:15].strip(), line[15:].strip()) for line in lines(found))
-        yield "Trace beside the plan", table(rows)
+        yield "Trace beside the plan", table(comparison_text.rows(found))
     yield "Memory per device", memory
     heading = ["", "dtype", "over", "count", "bytes", "at least", "busy"]
     rows = table(plan_text.traffic_rows(traffic), heading, "grid-table")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jshard.plan.search.outcomes import Outcome, Search
@@ -26,6 +26,11 @@ class Answer(NamedTuple):
     # (expected, least, most); the last two are alike where no run confirms the step.
     days: tuple[float, float, float] = (0.0, 0.0, 0.0)
     price: float | None = None  # of a GPU for an hour
+
+    @property
+    def kind(self) -> str:
+        """The GPU, as it was asked for: "h100"."""
+        return self.topology.rpartition(":")[0]
 
     @property
     def gpu_hours(self) -> float:
@@ -84,8 +89,8 @@ class Question:
 def front(question: Question, answers: Iterable[Answer]) -> list[Answer]:
     """Returns those that no other beats in both days and cost, the fastest first.
 
-    Without prices, cost is hours of GPUs. An answer without a price is beaten by those
-    alone that are of the same GPUs.
+    Without prices, cost is hours of GPUs, and an answer is beaten by those of the same
+    kind alone.
     """
 
     def dear(answer: Answer) -> float:
@@ -109,10 +114,10 @@ def front(question: Question, answers: Iterable[Answer]) -> list[Answer]:
 
 
 def _comparable(x: Answer, y: Answer) -> bool:
-    if x.price is not None and y.price is not None:
-        return True
-    same = x.topology.rpartition(":")[0] == y.topology.rpartition(":")[0]
-    return same and x.price is None and y.price is None
+    """Whether what two cost is in the same unit."""
+    if x.price is None or y.price is None:
+        return x.kind == y.kind
+    return True
 
 
 def topologies(text: str) -> list[str]:
@@ -148,17 +153,6 @@ def _doubled(low: int, high: int) -> Iterator[int]:
         low *= 2
 
 
-def ask(
-    question: Question,
-    specs: Sequence[str],
-    searched: Callable[[str], Search],
-) -> Iterator[tuple[Answer, Search]]:
-    """Yields the answer for each topology, and the search that it is of."""
-    for spec in specs:
-        found = searched(spec)
-        yield question.answer(found), found
-
-
 def _reason(found: Search) -> str:
     """Returns in words why nothing is possible there."""
     if found.failed and not found.too_large:
@@ -179,6 +173,7 @@ def as_dict(question: Question, answers: Sequence[Answer], unit: str) -> dict[st
     rows = []
     for answer in answers:
         days, cost = answer.days, answer.cost
+        known = answer.best is not None and answer.best.range is not None
         rows.append(
             {
                 "topology": answer.topology,
@@ -186,9 +181,9 @@ def as_dict(question: Question, answers: Sequence[Answer], unit: str) -> dict[st
                 "best": answer.best and answer.best.as_dict(),
                 "why": answer.why,
                 "days": days[0] or None,
-                "days_range": list(days[1:]) if answer.best else None,
+                "days_range": list(days[1:]) if known else None,
                 "cost": cost and cost[0],
-                "cost_range": cost and list(cost[1:]),
+                "cost_range": list(cost[1:]) if known and cost else None,
                 "gpu_hours": answer.gpu_hours,
                 "pareto": answer.topology in best,
             }

@@ -1,13 +1,12 @@
 """A user's prices of GPUs: a TOML file. jshard has none of its own, which would age."""
 
 import math
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jshard.plan.fit.toml_file import read_toml
 from jshard.system.errors import UserError
-from jshard.system.files.untrusted import read_text
 
 _UNIT = "per_gpu_hour"
 _TEXTS = ("currency", "source", "date")
@@ -31,12 +30,7 @@ def read_prices(path: Path) -> Prices:
     Raises:
       UserError: The file cannot be read, or a price has no unit or is none.
     """
-    try:
-        found = tomllib.loads(read_text(path))
-    except OSError as error:
-        raise UserError(f"--prices={path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"--prices={path}: is not TOML ({error})") from error
+    found = read_toml("--prices", path)
     prices: Any = found.pop(_UNIT, None)
     for key, value in found.items():
         if key not in _TEXTS:

@@ -41,8 +41,8 @@ _LIMITED = 1.6  # times longer with a constant that is half (or twice) as fast
 _LEAST = 3  # operations that a constant is fitted to
 
 
-class Operation(NamedTuple):
-    """An instruction that ran, or is predicted on a GPU."""
+class Timed(NamedTuple):
+    """An instruction with the times of its runs, and what a GPU should take for it."""
 
     seconds: float  # the median over steps, devices and turns
     times: int  # how often it ran
@@ -57,17 +57,19 @@ class Fit:
       constants: those fitted, and the plan's where the trace does not tell.
       counts: how many instructions each was fitted to; none are the plan's own.
       predicted: seconds of the step with them.
+      measured: of the median step of the trace.
       products: of the products, by FLOPs: (FLOPs, how many, share of the peak).
     """
 
     constants: Constants
     counts: dict[str, int]
     predicted: float
+    measured: float
     products: tuple[tuple[float, int, float], ...]
 
     def as_json(self) -> dict[str, Any]:
         """Returns a file for ``--constants``; it has those that are not 0."""
-        names = (*_CONSTANTS, "straggle", "low", "high", "source")
+        names = (*_CONSTANTS, "straggle", "source")
         found = {name: getattr(self.constants, name) for name in names}
         return {name: value for name, value in found.items() if value}
 
@@ -82,7 +84,8 @@ class Fit:
             found.append(f"{label:15} {name} {shown}, {many}")
         kept = [name for name in (*_CONSTANTS, "straggle") if name not in self.counts]
         found.append(f"{'':15} the trace does not tell {', '.join(kept)}: as planned")
-        found.append(f"{'refitted':15} {format_seconds(self.predicted)} per step")
+        steps = map(format_seconds, (self.predicted, self.measured))
+        found.append(f"{'refitted':15} {' per step, where '.join(steps)} were measured")
         for i, (flops, count, share) in enumerate(self.products):
             label = "" if i else "products"
             each = f"{count} of {format_count(flops)} FLOP"
@@ -115,17 +118,14 @@ def fit_constants(plan: Plan, found: Comparison) -> Fit:
             "any one constant limits: trace a larger step"
         )
     seconds = replay(plan.module, gpu, plan.devices, plan.pipeline).seconds
-    made = dataclasses.replace(
-        gpu.constants,
-        low=min(found.seconds) / seconds,
-        high=max(found.seconds) / seconds,
-        confirmed=None,
-        source=f"fitted to {found.profile.path}, {datetime.date.today()}",
-    )
-    return Fit(made, counts, seconds, _products(operations, gpu))
+    source = f"fitted to {found.profile.path}, {datetime.date.today()}"
+    # One program says nothing of how far others are from their plans.
+    made = dataclasses.replace(gpu.constants, low=1.0, high=1.0, source=source)
+    products = _products(operations, gpu)
+    return Fit(made, counts, seconds, found.step_seconds, products)
 
 
-def _operations(plan: Plan, found: Comparison) -> list[Operation]:
+def _operations(plan: Plan, found: Comparison) -> list[Timed]:
     """Returns the instructions that ran, with their own times."""
     taken: dict[str, list[float]] = collections.defaultdict(list)
     for step in found.measured:
@@ -141,9 +141,7 @@ def _operations(plan: Plan, found: Comparison) -> list[Operation]:
                 def event(gpu: GPU, body: Any = body, x: Any = x) -> Event:
                     return cost(plan.module, body, x, gpu, plan.devices)
 
-                operations.append(
-                    Operation(statistics.median(times), len(times), event)
-                )
+                operations.append(Timed(statistics.median(times), len(times), event))
     return operations
 
 
@@ -152,16 +150,14 @@ def _with(gpu: GPU, name: str, value: float) -> GPU:
     return dataclasses.replace(gpu, constants=constants)
 
 
-def _limits(name: str, in_seconds: bool, x: Operation, gpu: GPU) -> bool:
+def _limits(name: str, in_seconds: bool, x: Timed, gpu: GPU) -> bool:
     """Whether an operation takes much longer where a constant is worse."""
     worse = getattr(gpu.constants, name) * (2.0 if in_seconds else 0.5)
     longer = x.event(_with(gpu, name, worse)).seconds
     return longer > _LIMITED * x.event(gpu).seconds
 
 
-def _solve(
-    name: str, in_seconds: bool, operations: Sequence[Operation], gpu: GPU
-) -> float:
+def _solve(name: str, in_seconds: bool, operations: Sequence[Timed], gpu: GPU) -> float:
     """Returns the constant with which they take as long as they did, by bisection."""
     wanted = sum(x.seconds * x.times for x in operations)
 
@@ -181,10 +177,10 @@ def _solve(
 
 
 def _products(
-    operations: Sequence[Operation], gpu: GPU
+    operations: Sequence[Timed], gpu: GPU
 ) -> tuple[tuple[float, int, float], ...]:
     """Returns the products by their FLOPs, those with the most time first."""
-    groups: dict[float, list[Operation]] = collections.defaultdict(list)
+    groups: dict[float, list[Timed]] = collections.defaultdict(list)
     for x in operations:
         if flops := x.event(gpu).flops:
             groups[flops].append(x)
