@@ -93,11 +93,13 @@ def relink(app: Any, docname: str, source: list[str]) -> None:
         target = Path(os.path.normpath(written.parent / path))
         if not target.exists():
             return match[0]  # Sphinx says so
-        off_site = any(target.is_relative_to(DOCS / name) for name in NOT_ON_SITE)
-        if target.is_dir() or off_site:
-            return text  # the site has no listings of folders
         if target == REPOSITORY / "README.md":
             target = DOCS / "index.md"
+        off_site = any(target.is_relative_to(DOCS / name) for name in NOT_ON_SITE)
+        # A page elsewhere in the repository, like examples/README.md.
+        elsewhere = target.suffix == ".md" and not target.is_relative_to(DOCS)
+        if target.is_dir() or off_site or (elsewhere and target not in BROUGHT):
+            return text  # the site has no listings of folders
         shown = BROUGHT.get(target, target)
         return f"{picture}[{text}]({os.path.relpath(shown, page.parent)}{anchor})"
 
