@@ -131,8 +131,8 @@ MODELS: dict[str, Any] = {
 @pytest.mark.slow  # test_decoder_family.py has gemma's
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_of_packed_documents_are_those_of_the_documents_alone(folder, name):
-    # jax.nn.dot_product_attention takes every softmax in float32.
-    tolerance = 1e-5 if name == "llama" else 1e-9
+    # jax.nn.dot_product_attention takes every softmax in float32; a soft cap is ours.
+    tolerance = 1e-9 if name == "llama-sliding" else 1e-5
     with jax.enable_x64(True):
         kind, config = MODELS[name]
         check_losses(kind, config, folder, tolerance)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 
 import numpy as np
 import pytest
@@ -125,6 +126,44 @@ def test_a_damaged_file_is_one_line(tmp_path, name):
     (tmp_path / name).write_bytes(b"damaged")
     with pytest.raises(UserError, match=f"{name}: cannot be read"):
         text(tmp_path / name)
+
+
+@pytest.mark.parametrize("form", ["stream", "file", "parquet"])
+def test_damaged_tables_are_read_or_one_line(tmp_path, form):
+    """Offsets into other memory would end the process by a signal."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+
+    columns = {
+        "text": ["of more than twelve bytes", "é" * 20, ""],
+        "meta": [{"a": [1, 2], "b": "x"}] * 3,
+        "kind": pa.array(["k", "l", "k"]).dictionary_encode(),
+        "date": pa.array([1, 2, None], pa.timestamp("us", tz="UTC")),
+        "price": pa.array([1, 2, 3], pa.decimal128(10, 2)),
+    }
+    table, sink = pa.table(columns), pa.BufferOutputStream()
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, sink, compression="none")
+    else:
+        new = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
+        with new(sink, table.schema) as writer:
+            writer.write_table(table)
+    valid = sink.getvalue().to_pybytes()
+    file = tmp_path / ("a.parquet" if form == "parquet" else "a.arrow")
+    draw, refused = random.Random(form), 0
+    for _ in range(150):
+        damaged = bytearray(valid)
+        for _ in range(draw.choice([1, 2, 5, 20])):
+            damaged[draw.randrange(len(valid))] = draw.randrange(256)
+        file.write_bytes(
+            damaged[: draw.choice([None, None, draw.randrange(len(valid))])]
+        )
+        try:
+            for part in cut(file, 1000):
+                list(read_records(part))
+        except UserError:
+            refused += 1
+    assert 50 < refused < 150
 
 
 def test_a_truncated_gz_is_one_line(tmp_path):

@@ -28,7 +28,7 @@ MOST_LINES = {
     "sharding/step": 3336,
     "nn": 1418,
     "storage": 7844,
-    "data": 6786,
+    "data": 6792,
     "recipe": 2954,
     "plan": 10021,
     "inference": 2498,

@@ -24,10 +24,15 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 @pytest.fixture
 def listening():
-    """SIGINT as in a terminal: a shell's background job, as tests may be, is deaf."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Signals as in a terminal: a shell's background job is deaf to SIGINT, and what
+    nohup starts to SIGHUP; both stay so."""
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {
+        number: signal.signal(number, handler) for number, handler in heard.items()
+    }
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def send(number):
@@ -61,7 +66,7 @@ def test_the_first_signal_is_a_request_and_one_line(number, listening, capsys):
 
 @pytest.mark.parametrize("exits", [True, False])
 @pytest.mark.parametrize("number", WARNINGS)
-def test_a_warning_may_come_again_and_before_sigterm(number, exits, capsys):
+def test_a_warning_may_come_again_and_before_sigterm(number, exits, listening, capsys):
     """To a process and to its parent, which passes it on; later the time is up."""
     before = signal.getsignal(number)
     with Preemption(exits=exits) as preemption:
@@ -125,7 +130,9 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 @pytest.mark.slow
-def test_a_run_whose_terminal_is_closed_saves_and_exits_75(command, tmp_path):
+def test_a_run_whose_terminal_is_closed_saves_and_exits_75(
+    listening, command, tmp_path
+):
     (tmp_path / "tiny.py").write_text(slowly(RECIPE))
     keys = {"steps": 1000, "eval_every": 0, "checkpoint.every": 1000}
     words = [f"--config.{key}={value}" for key, value in keys.items()]

@@ -20,6 +20,9 @@ from jshard.system.files.untrusted import parse_json
 _ROWS = 1024  # read from a table at a time
 _LINE = 2**28  # bytes of a line in a compressed file
 _ARRAY = 2**31  # bytes of an array in a .json file
+# What pyarrow raises of damaged files, beside its own: names and texts that are not
+# UTF-8, dates after 9999, counts and sizes that no memory has.
+_OF_DAMAGE = (OSError, ValueError, ArithmeticError, SystemError, MemoryError)
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -217,12 +220,15 @@ def _rows(part: Slice, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             tables = _arrow_batches(arrow, part.file)
         row = 0
         for batch in tables:
+            batch.validate(full=True)  # offsets into other memory, and text not UTF-8
             for first in range(0, batch.num_rows, _ROWS):
                 for record in batch.slice(first, _ROWS).to_pylist():
                     place = f"of row group {part.start} on " if part.start else ""
                     yield f"{part.file}: row {row} {place}".rstrip(), record
                     row += 1
-    except (OSError, arrow.ArrowException) as error:
+    except UserError:
+        raise
+    except (arrow.ArrowException, *_OF_DAMAGE) as error:
         raise UserError(f"{part.file}: cannot be read: {error}") from error
 
 
@@ -245,7 +251,7 @@ def _parquet(file: Path) -> Any:
 
     try:
         return pyarrow.parquet.ParquetFile(file)
-    except (OSError, arrow.ArrowException) as error:
+    except (arrow.ArrowException, *_OF_DAMAGE) as error:
         raise UserError(f"{file}: cannot be read: {error}") from error
 
 
