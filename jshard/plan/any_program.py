@@ -169,9 +169,11 @@ def _placed(arguments: Any, topology: str) -> Any:
     """
     there, leaves = devices(topology), jax.tree.leaves(arguments)
     shardings = [sharding for x in leaves if (sharding := _sharding(x)) is not None]
-    others = {d for sharding in shardings for d in sharding.device_set} - {*there}
+    placed = {d for sharding in shardings for d in sharding.device_set}
+    # Each call of `devices` makes new ones, and JAX's own call does.
+    others = [d for d in placed if d.device_kind != there[0].device_kind]
     if others:
-        kind = sorted({device.device_kind for device in others})[0]
+        kind = min(device.device_kind for device in others)
         raise UserError(
             f"plan: an argument is on {len(others)} x {kind}, and the topology is "
             f"{topology}: give shardings over a mesh of "

@@ -188,7 +188,7 @@ def test_a_llama_for_h100s_has_a_timeline_in_every_form(tmp_path):
     between = f"{format_seconds(low)} to {format_seconds(high)}"
     assert re.search(rf"^ +{between}, given published runs$", run.stdout, re.M)
     assert timeline["kind"] == "bf16 on H100"
-    sure = f"a step ({between}, given published runs)"
+    sure = f"step ({between}, given published runs)"
     assert sure in (tmp_path / "html").read_text()
     for name in ("forward, layers", "backward, layers", "update"):
         assert timeline["phases"][name] > 0
@@ -224,7 +224,7 @@ def test_copies_on_hosts_send_only_sums_of_shards_over_the_network(tmp_path):
     small = traffic["network_bytes"] - shards
     assert 0 <= small < 0.02 * shards
     assert traffic["network_bytes"] < 0.2 * traffic["bytes"]
-    says = "over the network: .* a device, through its own port"
+    says = "over the network: .* per device, through its own port"
     assert re.search(says, run.stdout)
     assert re.search(says, (tmp_path / "html").read_text())
 

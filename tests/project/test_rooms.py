@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6792,
     "recipe": 2954,
-    "plan": 10021,
+    "plan": 10023,
     "inference": 2498,
     "training": 6770,
     "the commands": 1374,
