@@ -134,7 +134,7 @@ COMMAND = Command(
         "search.KEY": Option("", "varies any key over these values", shown="A,B"),
         "limit": Option(
             None, "the largest number of candidates to compile: with --search 50, with "
-            "--topologies 3 for each, unless it is given", kind=int,
+            "--topologies 2 for each that may be best, unless it is given", kind=int,
             at_least=1, at_most=10**9,
         ),
     },

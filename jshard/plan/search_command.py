@@ -4,16 +4,29 @@ import json
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jshard.plan.output import answer_page, answer_text, search_text
 from jshard.plan.output.plan_files import write_file
 from jshard.plan.planning import plan_recipe
 from jshard.plan.search import answers, candidates
-from jshard.plan.search.answers import Answer, Question, topologies
+from jshard.plan.search.answers import (
+    Answer,
+    Question,
+    compiled_over_estimated,
+    middle_of_each_kind,
+    topologies,
+    worth_compiling,
+)
 from jshard.plan.search.outcomes import Search
-from jshard.plan.search.pareto_search import search
+from jshard.plan.search.pareto_search import (
+    Estimated,
+    compiled,
+    estimated,
+    search,
+)
 from jshard.plan.search.prices import read_prices
+from jshard.plan.search.traces import Traces
 from jshard.plan.topology import require_plugin
 from jshard.recipe.config.overrides import read_words
 from jshard.recipe.config.shared_keys import FITTED
@@ -22,7 +35,7 @@ from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
 
 DOES_NOT_FIT = 3
-_LIMIT, _EACH = 50, 3  # candidates that are compiled: of one topology, of each of many
+_LIMIT, _EACH = 50, 2  # candidates that are compiled: of one topology, of each of many
 # Where a search begins with what a recipe leaves to the memory.
 _OPEN = {"policy.remat": "full", "policy.accumulate": 1}
 
@@ -77,30 +90,81 @@ def ask_all(
     opened = configured.settings.policy.open_keys
     base = {key: value for key, value in _OPEN.items() if key in opened}
     allowed = _allowed(arguments, configured, given, arguments.search or ("",))
-    found: list[Answer] = []
-    unit = "tokens"
-    for spec in specs:
-        searched = _search(arguments, configured, base | given, spec, allowed)
-        answer, unit = question.answer(searched), searched.unit
-        found.append(answer)
-        days = f"{answer.days[0]:,.1f} days" if answer.best else answer.why
-        show(f"{answer.topology}: {days}", error=True)
+    found = _answers(arguments, configured, base | given, specs, allowed, question)
+    unit = found.unit
     words = base | arguments.config_keys
 
     def command(answer: Answer) -> str:
         assert answer.best is not None
         return answer.best.candidate.command(str(arguments.config), words)
 
-    show("\n".join(answer_text.lines(question, found, unit, command)))
+    show("\n".join(answer_text.lines(question, found.answers, unit, command)))
     if arguments.json:
-        data = answers.as_dict(question, found, unit)
+        data = answers.as_dict(question, found.answers, unit)
         write_file("json", arguments.json, json.dumps(data, indent=1) + "\n")
     if arguments.html:
         heading = f"{configured.recipe.name}: which GPUs, how many, how long"
-        page = answer_page.render(question, found, unit, command, heading)
+        page = answer_page.render(question, found.answers, unit, command, heading)
         write_file("html", arguments.html, page)
-    if not answers.front(question, found):
+    if not answers.front(question, found.answers):
         sys.exit(DOES_NOT_FIT)
+
+
+class _Found(NamedTuple):
+    answers: list[Answer]  # of all topologies, as they were asked for
+    unit: str
+
+
+def _answers(
+    arguments: SimpleNamespace,
+    configured: Configured,
+    overrides: dict[str, Any],
+    specs: list[str],
+    allowed: dict[str, Any],
+    question: Question,
+) -> _Found:
+    """Estimates the steps of all topologies, and compiles those that may be best."""
+    constants = str(arguments.constants)
+    traces = Traces(configured.recipe, overrides)
+    estimates: dict[str, Estimated] = {}
+    for spec in specs:
+        estimates[spec] = found = estimated(traces, spec, allowed, constants)
+        answer = question.estimate(found)
+        days = f"about {answer.days[0]:,.1f} days" if answer.best else answer.why
+        show(f"{spec}: {days}, of {found.considered:,} ways", error=True)
+    guesses = {spec: question.estimate(found) for spec, found in estimates.items()}
+    best: dict[str, Answer] = {}
+
+    def expected() -> list[Answer]:
+        ratios = {x: compiled_over_estimated(x, best, guesses) for x in specs}
+        return [
+            best.get(x) or question.estimate(estimates[x], ratios[x]) for x in specs
+        ]
+
+    def compile_those(chosen: list[str]) -> None:
+        for spec in chosen:
+            found = estimates[spec]
+            searched = compiled(
+                configured.recipe.path,
+                overrides,
+                found,
+                found.fastest(),
+                arguments.limit or _EACH,
+                constants,
+                search_text.report,
+            )
+            for warning in searched.warnings:
+                show(f"jshard: warning: {warning}", error=True)
+            best[spec] = answer = question.answer(searched)
+            days = f"{answer.days[0]:,.1f} days" if answer.best else answer.why
+            show(f"{spec}: {days}", error=True)
+
+    # What kinds of GPUs make of their estimates differs; then those that may be best.
+    compile_those(middle_of_each_kind(guesses.values()))
+    left = [x for x in worth_compiling(question, expected()) if x not in best]
+    compile_those(left)
+    unit = next(iter(estimates.values())).unit
+    return _Found(expected(), unit)
 
 
 def _refuse(arguments: SimpleNamespace, more: tuple[str, ...], why: str) -> None:
@@ -141,7 +205,7 @@ def _search(
         overrides,
         spec,
         allowed,
-        limit=arguments.limit or (_EACH if arguments.topologies else _LIMIT),
+        limit=arguments.limit or _LIMIT,
         constants=str(arguments.constants),
         report=search_text.report,
     )

@@ -72,11 +72,14 @@ def write_mesh(config: ConfigDict, mesh: Mesh) -> None:
 
 
 def make_job(
-    configured: Configured, mesh: Mesh | AbstractMesh, policy: Policy | None = None
+    configured: Configured,
+    mesh: Mesh | AbstractMesh,
+    policy: Policy | None = None,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Job:
     """Sets up a recipe on a mesh; with an abstract mesh, the step can only be traced.
 
-    The policy is that of the config, unless one is given.
+    The policy and the optimizer are those of the config, unless they are given.
 
     Raises:
       UserError: The config asks for something impossible.
@@ -91,7 +94,8 @@ def make_job(
         sequences=configured.sequences(),
         compiler_options=options,
     )
-    optimizer = contract.make_optimizer(recipe.make_optimizer, config)
+    if optimizer is None:
+        optimizer = contract.make_optimizer(recipe.make_optimizer, config)
     return job_on(fsdp, configured, optimizer)
 
 

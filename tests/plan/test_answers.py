@@ -15,11 +15,16 @@ from jshard.plan.search.answers import (
     Answer,
     Question,
     as_dict,
+    compiled_over_estimated,
     front,
+    middle_of_each_kind,
     topologies,
+    worth_compiling,
 )
 from jshard.plan.search.candidates import Candidate
+from jshard.plan.search.estimates import Estimate
 from jshard.plan.search.outcomes import Outcome, Search
+from jshard.plan.search.pareto_search import Estimated
 from jshard.plan.search.prices import Prices, read_prices
 from jshard.plan.topology import parse
 
@@ -210,16 +215,33 @@ def test_the_page_draws_every_answer_and_marks_those_that_none_beats():
     assert y8 < y64
 
 
+def guessed(spec: str, days: float = 1.0) -> Estimated:
+    """Estimates of two candidates that fit, and of one that is faster and does not."""
+    gpu, number = parse(spec)
+    guesses = {"full": (1.5, 1), "dots": (1.0, 2), "none": (0.5, gpu.usable + 1)}
+    found = {
+        Candidate({"policy.remat": name}): Estimate(days * DAY * seconds, memory)
+        for name, (seconds, memory) in guesses.items()
+    }
+    examples = dict.fromkeys(found, 8 * number)
+    return Estimated(spec, gpu, 1e3, "tokens", found, examples, 4, [], [])
+
+
 @pytest.fixture
 def without_compiling(monkeypatch):
-    """Answers that no compiler is asked for; returns what was searched, with what."""
+    """Answers that no compiler is asked for; returns what was compiled, with what."""
     asked = {}
 
-    def search(path, overrides, spec, allowed, **more):
-        asked[spec] = overrides, allowed, more["limit"]
-        return searched(spec)
+    def compiled(path, overrides, found, order, limit, constants, report):
+        asked[found.topology] = overrides, order, limit
+        return searched(found.topology)
 
-    monkeypatch.setattr(search_command, "search", search)
+    def estimated(traces, spec, allowed, constants):
+        assert {"policy.remat", "mesh", "policy.accumulate"} <= {*allowed}
+        return guessed(spec, 4.0 if spec == "h100:8" else 1.0)
+
+    monkeypatch.setattr(search_command, "compiled", compiled)
+    monkeypatch.setattr(search_command, "estimated", estimated)
     monkeypatch.setattr(search_command, "require_plugin", lambda: None)
     return asked
 
@@ -234,13 +256,16 @@ def test_the_command_asks_each_topology_and_prints_what_to_run(
     files = [f"--{x}={tmp_path}/answer.{x}" for x in ("json", "html")]
     code, out, error = plan(*words, *files)
     assert code == 0, error
-    assert [*without_compiling] == ["h100:8", "h100:16", "h200:16"]
-    overrides, allowed, limit = without_compiling["h100:8"]
+    # h100:8 is estimated to take eight times as long, for four times the money.
+    assert [*without_compiling] == ["h100:16", "h200:16"]
+    overrides, order, limit = without_compiling["h100:16"]
     assert overrides == {
         "policy.remat": "full", "policy.accumulate": 1, "batch_size": 64,
     }  # fmt: skip
-    assert {"policy.remat", "mesh", "policy.accumulate"} <= {*allowed}
-    assert limit == 3
+    assert [x.settings["policy.remat"] for x in order] == ["dots", "full"]
+    assert limit == 2
+    assert re.search(r"^  h100:8 .* estimated ", out, re.M)
+    assert "Estimated rows were not compiled" in out
     assert "15T tokens; prices in USD" in out
     assert "* h200:16" in out
     assert (
@@ -250,7 +275,12 @@ def test_the_command_asks_each_topology_and_prints_what_to_run(
     )
     data = json.loads((tmp_path / "answer.json").read_text())
     assert [row["topology"] for row in data["answers"] if row["pareto"]] == ["h200:16"]
-    assert "Days against cost" in (tmp_path / "answer.html").read_text()
+    assert [row["topology"] for row in data["answers"] if row["estimated"]] == [
+        "h100:8"
+    ]
+    page = (tmp_path / "answer.html").read_text()
+    assert "Days against cost" in page
+    assert "Estimated rows were not compiled" in page
 
 
 def test_what_no_run_confirms_has_no_range(plan, without_compiling, tmp_path):
@@ -265,6 +295,69 @@ def test_what_no_run_confirms_has_no_range(plan, without_compiling, tmp_path):
     (row,) = as_dict(Question(1e9), [other], "tokens")["answers"]
     assert row["days_range"] is row["cost_range"] is None
     assert answer_text.row(Question(1e9), other)[6] == "not confirmed"
+
+
+def test_estimates_are_corrected_by_the_nearest_compiled_step_and_are_no_answers():
+    question = Question(1e9, PRICES)
+    specs = ("h100:8", "h100:64", "h200:8")
+    compiled = answers(question, *specs)
+    guesses = {
+        x.topology: x._replace(days=(x.days[0] / by,) * 3)
+        for x, by in zip(compiled, (2.0, 3.0, 9.0), strict=True)
+    }
+    done = {x.topology: x for x in compiled}
+    for spec, by in {
+        "h100:16": 2,
+        "h100:32": 3,
+        "h200:512": 9,
+        "b200:8": 54 ** (1 / 3),
+    }.items():
+        guesses[spec] = question.estimate(guessed(spec))
+        assert compiled_over_estimated(spec, done, guesses) == pytest.approx(by)
+    assert compiled_over_estimated("h100:16", {}, guesses) == 1
+    assert middle_of_each_kind(guesses.values()) == ["h100:16", "h200:512", "b200:8"]
+    one, four = (question.estimate(guessed("h100:16"), by) for by in (1.0, 4.0))
+    assert four.days[0] == pytest.approx(4 * one.days[0])
+    assert one.days[0] == pytest.approx(1e9 / (8 * 16 * 1e3))
+    assert one.best is not None
+    assert one.best.candidate.settings == {"policy.remat": "dots"}
+    assert front(question, [one, *compiled]) == front(question, compiled)
+    nothing = dataclasses.replace(guessed("h100:16"), estimates={})
+    assert question.estimate(nothing).why == "nothing to compare"
+    large = dataclasses.replace(nothing, too_large=[(Candidate({}), 2**40)])
+    assert "closest needs at least 1024.0 of" in question.estimate(large).why
+
+
+def test_what_may_be_best_when_it_is_compiled_is_compiled():
+    question = Question(1e9, PRICES)
+
+    def guess(spec: str, days: float) -> Answer:
+        return question.estimate(guessed(spec, days * 8 * 8 * 1e3 / 1e9))
+
+    near = [guess("h100:8", 1.0), guess("h100:8", 1.09)._replace(topology="x")]
+    assert worth_compiling(question, near) == ["h100:8", "x"]
+    far = [guess("h100:8", 1.0), guess("h100:8", 1.11)._replace(topology="x")]
+    assert worth_compiling(question, far) == ["h100:8"]
+    assert worth_compiling(dataclasses.replace(question, days=0.95), far) == ["h100:8"]
+    assert worth_compiling(dataclasses.replace(question, days=0.9), far) == []
+
+
+def test_of_candidates_alike_the_simplest_is_first():
+    found = guessed("h100:8")
+    plain = Candidate({})
+    fewer, more, fast = (Candidate({"policy.accumulate": n}) for n in (2, 4, 8))
+    seconds = {more: 1.0, fewer: 1.005, plain: 1.001, fast: 0.9}
+    estimates = {x: Estimate(s, 1) for x, s in seconds.items()}
+    found = dataclasses.replace(
+        found, estimates=estimates, examples=dict.fromkeys(estimates, 1000)
+    )
+    assert found.fastest() == [fast, plain, fewer, more]
+    split = Candidate({"mesh.tensor": 2})
+    found.estimates[split], found.examples[split] = Estimate(0.1, 1), 1000
+    assert found.fastest() == [fast, split, plain, fewer, more]
+    del found.estimates[fast], found.estimates[plain], found.estimates[fewer]
+    del found.estimates[more]
+    assert found.fastest() == [split]
 
 
 def test_if_nothing_is_in_time_the_exit_code_is_3(plan, without_compiling):

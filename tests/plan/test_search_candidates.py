@@ -241,6 +241,21 @@ def check_bound(policy, replica, layers, optimizer):
     assert 0 < bound <= compiled_bytes(compiled)
 
 
+@pytest.mark.parametrize("offload", [None, "optimizer", "all"])
+def test_the_size_with_offload_is_that_of_the_state_made_so(offload):
+    mesh = AbstractMesh((2, 4), AXES[:2])
+
+    def state(policy: jshard.Policy):
+        fsdp = jshard.FSDP(mesh, policy)
+        make = make_decoder(Sizes(layers=2, width=30, hidden=64, vocab=65))
+        return fsdp.abstract_state(make, optax.adam(0.1))
+
+    small = {"ema_decay": 0.9, "min_shard_elements": 64}
+    made = state(jshard.Policy(offload=offload, **small))
+    assert state_size(state(jshard.Policy(**small)), offload) == state_size(made)
+    assert (state_size(made).host > 0) == (offload is not None)
+
+
 @pytest.mark.parametrize(
     ("gpu", "copies", "shards", "speed"),
     [

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from jshard.plan.output.answer_text import HEADING, nothing, row, title
+from jshard.plan.output.answer_text import ESTIMATED, HEADING, nothing, row, title
 from jshard.plan.search.answers import Answer, Question, front
 from jshard.system.formatting import format_count
 from jshard.system.pages.charts import Axes, element
@@ -31,6 +31,8 @@ def render(
     rows = [row(question, answer) for answer in found]
     cells = [cell.format(unit=unit) for cell in HEADING]
     fitting = table(rows, cells, "numbers") or note("none")
+    if any(answer.best and answer.best.estimated for answer in found):
+        fitting += note(ESTIMATED)
     others = table([(x.topology, x.why) for x in answers if not x.best])
     parts.append(section("The fastest way to train on each", fitting + others))
     commands = [(answer.topology, command(answer)) for answer in best]

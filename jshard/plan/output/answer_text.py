@@ -6,6 +6,10 @@ from jshard.plan.output.plan_text import columns
 from jshard.plan.search.answers import Answer, Question, front
 from jshard.system.formatting import format_bytes, format_count
 
+ESTIMATED = (
+    "Estimated rows were not compiled, because other rows are estimated to take fewer "
+    "days for less. Their days are arithmetic, scaled as the compiled steps turned out."
+)
 HEADING = ("GPUs", "{unit}/s", "MFU", "exposed", "memory", "days", "range", "cost")
 
 
@@ -34,6 +38,8 @@ def lines(
     yield f"* No other takes fewer days for as little {cost}:"
     for answer in best:
         yield f"  {answer.topology}: {command(answer)}"
+    if any(answer.best and answer.best.estimated for answer in answers):
+        yield f"{ESTIMATED} --topologies with one of them alone compiles it."
     for answer in best:
         if answer.best and answer.best.range is None:
             yield f"No published run confirms a step like that: {answer.best.kind}"
@@ -60,6 +66,7 @@ def row(question: Question, answer: Answer) -> tuple[str, ...]:
     assert best is not None
     days, least, most = answer.days
     span = f"{least:,.1f} to {most:,.1f}" if best.range else "not confirmed"
+    span = "estimated" if best.estimated else span
     cost = f"{answer.gpu_hours:,.0f} GPU hours"
     if answer.cost is not None:
         cost = f"{answer.cost[0]:,.0f} {question.prices.currency}".rstrip()
@@ -67,7 +74,7 @@ def row(question: Question, answer: Answer) -> tuple[str, ...]:
         answer.topology,
         format_count(best.rate),
         "" if best.mfu is None else f"{best.mfu:.1%}",
-        f"{best.exposed / best.seconds:.1%}",
+        "" if best.estimated else f"{best.exposed / best.seconds:.1%}",
         format_bytes(best.memory),
         f"{days:,.1f}",
         span,

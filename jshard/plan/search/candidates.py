@@ -56,6 +56,11 @@ class Candidate:
     def _words(self) -> frozenset[tuple[str, str]]:
         return frozenset((k, str(v)) for k, v in self.settings.items())  # 1 is not True
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it needs no further axis of the mesh."""
+        return not {*_AXES} & {*self.settings}
+
     def command(self, recipe: str, given: Mapping[str, Any]) -> str:
         """Returns the command line that trains this way, with the user's settings."""
         settings = {**given, **self.settings}
@@ -154,6 +159,7 @@ def candidates(
         for key, values in allowed.items()
     ]
     found: dict[tuple, Candidate] = {}
+    varied = {key for parts in choices for part in parts for key in part}
     for parts in [(), *itertools.product(*choices)]:
         settings = {key: value for part in parts for key, value in part.items()}
         everything = given | settings
@@ -166,7 +172,7 @@ def candidates(
                 continue  # like True, but with a copy in memory
         changes = {k: v for k, v in settings.items() if str(v) != str(given[k])}
         candidate = Candidate(changes)
-        found.setdefault(_identity(everything, shards), candidate)
+        found.setdefault(_identity(everything, shards, varied), candidate)
     return list(found.values())
 
 
@@ -260,11 +266,13 @@ def _shards(settings: Settings, gpu: GPU, devices: int) -> int:
     return gpu.host if replica == "hosts" else devices // replica
 
 
-def _identity(settings: Settings, shards: int) -> tuple:
+def _identity(settings: Settings, shards: int, varied: set[str]) -> tuple:
     """Returns a key that is equal for settings that yield the same program."""
-    same = {**settings, "mesh.fsdp": shards}
-    if same["policy.accumulate"] == 1:
-        same["policy.defer_scatter"] = False
-    if shards == 1 or same["policy.defer_scatter"]:
-        same[RESHARD] = True
-    return tuple(sorted((key, str(value)) for key, value in same.items()))
+    reshard, scatter = settings[RESHARD], settings["policy.defer_scatter"]
+    if settings["policy.accumulate"] == 1:
+        scatter = False
+    if shards == 1 or scatter:
+        reshard = True
+    same = {"mesh.fsdp": shards, "policy.defer_scatter": scatter, RESHARD: reshard}
+    # 1 is not True.
+    return *map(str, same.values()), *(str(settings[x]) for x in varied - {*same})

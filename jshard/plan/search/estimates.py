@@ -22,7 +22,14 @@ from jshard.plan.start_up import equations, product_flops
 from jshard.sharding.layout.capacity import shard_bytes, state_bytes
 from jshard.sharding.layout.specs import is_sharded, layer_dims
 from jshard.sharding.pipeline.schedule import bubble
-from jshard.sharding.settings.mesh import EXPERT, TENSOR, names_of, shards_of, stages_of
+from jshard.sharding.settings.mesh import (
+    CONTEXT,
+    EXPERT,
+    TENSOR,
+    names_of,
+    shards_of,
+    stages_of,
+)
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.precision import PRODUCTS, Precision
 from jshard.sharding.settings.state import TrainState
@@ -48,10 +55,13 @@ class StateSize(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What one trace reveals about all candidates with its remat policy."""
+    """What one trace reveals about all candidates with its remat policy.
 
-    flops: float  # of a device's matrix products in a step
-    saved: float  # bytes of activations on a device at the peak, per example
+    All is per example of a device.
+    """
+
+    flops: float  # of the matrix products in a step
+    saved: float  # bytes of activations on a device at the peak
     hosted: float  # the same in host memory
 
 
@@ -62,8 +72,8 @@ class Estimate(NamedTuple):
     memory: float
 
 
-def state_size(state: TrainState) -> StateSize:
-    """Measures an abstract state with shardings."""
+def state_size(state: TrainState, offload: str | None = None) -> StateSize:
+    """Measures an abstract state with shardings, as if ``Policy.offload`` were this."""
     elements = stacked = layer = 0
     for _, variable in state.flat_params():
         x = variable.get_value()
@@ -75,9 +85,16 @@ def state_size(state: TrainState) -> StateSize:
                 stacked += size
                 layer += size // math.prod(x.shape[:dims])
     trained = jax.tree.leaves(state.params)
+    streamed = (state.opt_state, state.ema) if offload is not None else ()
+    fetched = (state.params, state.frozen) if offload == "all" else ()
+    moved = sum(
+        shard_bytes(x)
+        for x in jax.tree.leaves((streamed, fetched))
+        if is_sharded(x.sharding.spec)
+    )
     return StateSize(
-        state_bytes(state),
-        state_bytes(state, on_host=True),
+        state_bytes(state) - moved,
+        state_bytes(state, on_host=True) + moved,
         elements,
         stacked,
         layer,
@@ -176,11 +193,14 @@ def estimate(
         near = max(gpu.domain // shards, 1)  # replicas that share a host or domain
         speed = _speed(replicas, gpu, near)
         wire += 2 * size.trained_shards * (replicas - 1) / replicas / speed
-    # A layer exchanges its tokens four times forward and four times backward; with
-    # parts of the examples, half of it beside products.
-    others = mesh.shape.get(TENSOR, 1) - 1
-    exchanged = 8 * others * inputs * examples / fast
-    seconds = overlapped(gpu.product_seconds(activity.flops), wire) + exchanged / 2
+    # With "tensor", a layer exchanges its tokens four times forward and four times
+    # backward, with parts of the examples, half of it beside products; with "context",
+    # its keys and values twice, and their gradients, halved because heads share them.
+    exchanges = 8 * (mesh.shape.get(TENSOR, 1) - 1)
+    exchanges += 3 * (mesh.shape.get(CONTEXT, 1) - 1)
+    exchanged = exchanges * inputs * examples / fast
+    products = gpu.product_seconds(activity.flops * examples)
+    seconds = overlapped(products, wire) + exchanged / 2
     seconds /= 1 - bubble(stages, micro, policy.stages_per_device)
     # Activations are offloaded during the step, the optimizer's state around it.
     bus = gpu.host_bus
@@ -198,12 +218,12 @@ def _speed(group: int, gpu: GPU, near: int = 0) -> float:
 def activity(program: Program) -> Activity:
     """Measures a traced step that reshards its layers, so keeps no weights of them."""
     job, found = program.job, _activations(program.jaxpr)
-    micro = job.fsdp.policy.accumulate
-    examples = job.configured.settings.batch_size / program.mesh.size / micro
+    examples = job.configured.settings.batch_size / program.mesh.size
+    micro = examples / job.fsdp.policy.accumulate
     return Activity(
-        product_flops(program.jaxpr)[0],
-        (found["saved"] + found["layer"]) / examples,
-        found["hosted"] / examples,
+        product_flops(program.jaxpr)[0] / examples,
+        (found["saved"] + found["layer"]) / micro,
+        found["hosted"] / micro,
     )
 
 

@@ -9,7 +9,7 @@ from jshard.plan.search.candidates import Candidate
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of compiling a candidate."""
+    """The result of compiling a candidate, or what is estimated of it."""
 
     candidate: Candidate
     seconds: float = 0.0  # of a step
@@ -23,6 +23,7 @@ class Outcome:
     kind: str = ""  # what these runs must have been: "bf16 on H100"
     cached: bool = False  # whether the result came from the cache
     error: str = ""  # why there are no figures
+    estimated: bool = False  # by arithmetic, as nothing was compiled
 
     @property
     def fits(self) -> bool:

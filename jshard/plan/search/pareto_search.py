@@ -7,59 +7,72 @@ the best estimates are compiled, each in a process, and their schedules replayed
 
 import contextlib
 import dataclasses
-import functools
 import json
+import math
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jshard.plan.fit.hardware import GPU, find_constants
-from jshard.plan.program import check_batch_size, trace
-from jshard.plan.search.candidates import (
-    AXES,
-    PIPE,
-    REMAT,
-    RESHARD,
-    Candidate,
-    candidates,
-)
+from jshard.plan.search.candidates import AXES, PIPE, REMAT, Candidate, candidates
 from jshard.plan.search.estimates import (
-    Activity,
     Estimate,
-    StateSize,
-    activity,
     estimate,
     memory_bound,
     of_stage,
     ranked,
-    state_size,
 )
 from jshard.plan.search.outcomes import Outcome, Search
 from jshard.plan.search.processes import run_each
+from jshard.plan.search.traces import Traces
 from jshard.plan.topology import devices, parse
-from jshard.recipe.build import make_job, make_mesh
-from jshard.recipe.configured import Configured, configure
-from jshard.recipe.definition import Recipe
 from jshard.recipe.load import open_recipe
-from jshard.recipe.make_config import make_config
 from jshard.sharding.settings import mesh as meshes
-from jshard.sharding.step.program.refusals import names_in
 from jshard.system.cli.paths import cache_folder
 from jshard.system.errors import UserError
 
-# Keys on which neither the size nor the placement of a state depends.
-_NOT_OF_STATE = (
-    REMAT,
-    "policy.accumulate",
-    "policy.defer_scatter",
-    RESHARD,
-    "policy.precision.reduce",
-    "policy.precision.sum",
-    "batch_size",
-)
+_ALIKE = 0.02  # a part of a step's time that an estimate cannot tell
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimated:
+    """The candidates on a topology, before any is compiled."""
+
+    topology: str
+    gpu: GPU
+    items: float  # tokens (or examples) of an example
+    unit: str  # "tokens" or "examples"
+    estimates: dict[Candidate, Estimate]  # of what may fit
+    examples: dict[Candidate, int]  # in a step
+    considered: int  # the number of all candidates
+    refused: list[tuple[Candidate, str]]  # invalid candidates, with the reason
+    too_large: list[tuple[Candidate, int]]  # with a lower bound of their bytes
+
+    def rate(self, candidate: Candidate) -> float:
+        """Returns the estimated tokens (or examples) per second on all devices."""
+        seconds = self.estimates[candidate].seconds
+        return self.examples[candidate] * self.items / seconds
+
+    def fastest(self) -> list[Candidate]:
+        """Returns those that are estimated to fit, the fastest first.
+
+        Of those as fast as an estimate can tell, what changes the fewest settings; and
+        before all, the fastest without further axes of the mesh.
+        """
+        fit = [c for c, x in self.estimates.items() if x.memory <= self.gpu.usable]
+
+        def order(candidate: Candidate) -> tuple[int, int, int, float]:
+            settings, rate = candidate.settings, self.rate(candidate)
+            alike = round(math.log(rate) / _ALIKE)
+            micro = int(settings.get("policy.accumulate", 1))
+            return -alike, len(settings), micro, -rate
+
+        found = sorted(fit, key=order)
+        # What further axes exchange is estimated worst.
+        plain = next((x for x in found if x.is_plain), found[0] if found else None)
+        return sorted(found, key=lambda candidate: candidate is not plain)
 
 
 def search(
@@ -86,26 +99,76 @@ def search(
     Raises:
       UserError: the topology, a key or a value is invalid.
     """
+    with open_recipe(path) as recipe:
+        traces = Traces(recipe, overrides)
+        found = estimated(traces, topology, allowed, constants)
+    order = ranked(found.estimates, found.gpu.usable)
+    return compiled(path, overrides, found, order, limit, constants, report)
+
+
+def estimated(
+    traces: Traces,
+    topology: str,
+    allowed: Mapping[str, Sequence[Any] | None],
+    constants: str = "fitted",
+) -> Estimated:
+    """Estimates all candidates on a topology; arguments as of ``search``."""
     gpu, number = parse(topology)
     gpu = dataclasses.replace(gpu, constants=find_constants(constants))
     mesh_devices = devices(topology)
-    with open_recipe(path) as recipe:
-        configured = configure(recipe, make_config(recipe, overrides))
+    configured = traces.configured()
+    step = traces.step(topology, gpu, configured.settings.policy.remat)
+    axes = traces.axes(mesh_devices) if AXES in allowed else ()
+    axes = axes or (["pipe"] if PIPE in allowed else [])
+    everything = candidates(configured.values, gpu, number, allowed, step.names, axes)
+    found: dict[Candidate, Estimate] = {}
+    examples: dict[Candidate, int] = {}
+    refused, too_large = [], []
+    for candidate in everything:
+        try:
+            sized = traces.sized(candidate, topology, mesh_devices)
+        except UserError as error:
+            refused.append((candidate, str(error)))
+            continue
+        policy, mesh = sized.policy, sized.mesh
+        size = of_stage(sized.size, meshes.stages_of(mesh))
+        bound = memory_bound(size, policy)
+        if bound > gpu.usable:
+            too_large.append((candidate, bound))
+            continue
+        remat = candidate.settings.get(REMAT, configured.settings.policy.remat)
+        active = traces.step(topology, gpu, remat).activity
+        inputs = 0.0
+        if {meshes.TENSOR, meshes.CONTEXT} & {*mesh.shape}:
+            inputs = traces.step(topology, gpu, "full").activity.saved
+        each = sized.batch_size / mesh.size
+        found[candidate] = estimate(size, policy, mesh, gpu, active, each, inputs)
+        examples[candidate] = sized.batch_size
+    return Estimated(
+        topology,
+        gpu,
+        step.items,
+        step.unit,
+        found,
+        examples,
+        len(everything),
+        refused,
+        too_large,
+    )
 
-        @functools.cache
-        def traced(remat: str) -> tuple[Activity, list[str]]:
-            settings = {**overrides, REMAT: remat, RESHARD: True}
-            return _trace(recipe, topology, settings)
 
-        _, names = traced(configured.settings.policy.remat)
-        axes = _axes(configured, mesh_devices) if AXES in allowed else ()
-        axes = axes or (["pipe"] if PIPE in allowed else [])
-        everything = candidates(configured.values, gpu, number, allowed, names, axes)
-        promising, refused, too_large = _estimates(
-            recipe, mesh_devices, gpu, traced, everything, overrides
-        )
-    order = ranked(promising, gpu.usable)
+def compiled(
+    path: str | Path,
+    overrides: Mapping[str, Any],
+    found: Estimated,
+    order: Sequence[Candidate],
+    limit: int,
+    constants: str = "fitted",
+    report: Callable[[int, int, Outcome], None] = lambda *_: None,
+) -> Search:
+    """Compiles the first candidates of an order, each in a process."""
     chosen, untried = order[:limit], order[limit:]
+    usable, topology = found.gpu.usable, found.topology
     worker = [sys.executable, "-m", "jshard.plan.search.worker"]
     worker += [str(path), topology, constants, str(cache_folder("plan"))]
     commands = [
@@ -115,12 +178,13 @@ def search(
     # What this process imports; and compiling for absent GPUs runs on the CPU.
     imports = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": imports}
-    outcomes, unit, told = [], "tokens", dict[str, None]()
-    compiled = run_each(commands, environment, at_a_time=os.cpu_count() or 1)
-    with contextlib.closing(compiled):
-        for done, (index, reply) in enumerate(compiled, start=1):
+    outcomes, unit, told = [], found.unit, dict[str, None]()
+    refused = list(found.refused)
+    replies = run_each(commands, environment, at_a_time=os.cpu_count() or 1)
+    with contextlib.closing(replies):
+        for done, (index, reply) in enumerate(replies, start=1):
             error, figures = reply.get("error", ""), reply.get("figures", {})
-            outcome = Outcome(chosen[index], **figures, usable=gpu.usable, error=error)
+            outcome = Outcome(chosen[index], **figures, usable=usable, error=error)
             unit = reply.get("unit", unit)
             told |= dict.fromkeys(reply.get("warnings", ()))
             if reply.get("refused"):
@@ -131,88 +195,11 @@ def search(
     return Search(
         topology,
         unit,
-        gpu.usable,
+        usable,
         outcomes,
-        len(everything),
+        found.considered,
         refused,
-        too_large,
-        untried,
+        found.too_large,
+        list(untried),
         list(told),
     )
-
-
-def _axes(configured: Configured, mesh_devices: Sequence[Any]) -> list[str]:
-    """Returns the further axes of the mesh that a recipe's model and plans can take."""
-
-    def takes(axis: str) -> bool:
-        try:
-            sizes: dict[str, Any] = {axis: 2}
-            mesh = meshes.make_mesh(devices=mesh_devices, **sizes)
-            with warnings.catch_warnings(action="ignore"):  # of its bubble
-                make_job(configured, mesh.abstract_mesh).abstract_state()
-        except UserError:
-            return False
-        return True
-
-    return [axis for axis in meshes.AXES[2:] if takes(axis)]
-
-
-def _trace(
-    recipe: Recipe, topology: str, settings: dict[str, Any]
-) -> tuple[Activity, list[str]]:
-    """Returns a step's activity, and the names of its activations.
-
-    Errors and warnings are left to the candidates' own traces.
-    """
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            configured = configure(recipe, make_config(recipe, settings))
-            program = trace(configured, topology)
-    except Exception:
-        return Activity(0.0, 0.0, 0.0), []
-    return activity(program), sorted({*names_in(program.jaxpr)})
-
-
-def _estimates(
-    recipe: Recipe,
-    mesh_devices: Sequence[Any],
-    gpu: GPU,
-    traced: Callable[[str], tuple[Activity, list[str]]],
-    everything: Iterable[Candidate],
-    overrides: Mapping[str, Any],
-) -> tuple[
-    dict[Candidate, Estimate],
-    list[tuple[Candidate, str]],
-    list[tuple[Candidate, int]],
-]:
-    """Estimates what may fit; lists invalid candidates and those that are too large."""
-    promising: dict[Candidate, Estimate] = {}
-    refused, too_large = [], []
-    sizes: dict[frozenset, StateSize] = {}  # by the settings that the state depends on
-    for candidate in everything:
-        given = {**overrides, **candidate.settings}
-        key = frozenset((k, str(given[k])) for k in given.keys() - _NOT_OF_STATE)
-        try:
-            configured = configure(recipe, make_config(recipe, given))
-            settings, policy = configured.settings, configured.policy
-            mesh = make_mesh(settings.mesh, mesh_devices)
-            policy.check_groups(meshes.shards_of(mesh, split=True))
-            check_batch_size(settings.batch_size, policy.accumulate, mesh)
-            if key not in sizes:
-                job = make_job(configured, mesh.abstract_mesh)
-                sizes[key] = state_size(job.abstract_state())
-        except UserError as error:
-            refused.append((candidate, str(error)))
-            continue
-        size = of_stage(sizes[key], meshes.stages_of(mesh))
-        bound = memory_bound(size, policy)
-        if bound > gpu.usable:
-            too_large.append((candidate, bound))
-            continue
-        active, _ = traced(settings.policy.remat)
-        inputs = traced("full")[0].saved if meshes.TENSOR in mesh.shape else 0.0
-        examples = settings.batch_size / mesh.size
-        promising[candidate] = estimate(
-            size, policy, mesh, gpu, active, examples, inputs
-        )
-    return promising, refused, too_large

@@ -1,8 +1,10 @@
 """From the keys of `config.policy` to a `jshard.Policy`."""
 
 import dataclasses
+import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -18,13 +20,22 @@ _OF_UNITS = knobs(UnitPolicy) | knobs(Precision)  # what `policy.overrides` can 
 _OF_XLA = Knob(None, "")  # whose options have no declarations
 
 
-def make_policy(config: ConfigDict) -> Policy:
+def make_policy(
+    config: ConfigDict, changes: Mapping[str, Any] = MappingProxyType({})
+) -> Policy:
     """Returns the `jshard.Policy` that `config.policy` describes.
+
+    Args:
+      config: The complete config.
+      changes: Values of its keys, like "policy.remat", that take the place of its own.
 
     Raises:
       UserError: A value is not possible.
     """
     fields = config.policy.to_dict()
+    for key, value in changes.items():
+        *groups, name = key.split(".")[1:]
+        functools.reduce(operator.getitem, groups, fields)[name] = value
     precision = fields.pop("precision")
     fields["overrides"] = _overrides(fields["overrides"], precision)
     fields["remat"] = parse_remat(fields["remat"])

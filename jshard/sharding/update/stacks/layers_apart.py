@@ -17,6 +17,7 @@ Most optimizers do the same with each element, in all layers and in one alone. T
 programs say so, and nothing is computed.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -72,13 +73,23 @@ def _alike_and_pointwise(tx: Transformation, params: nnx.State) -> bool:
     Then nothing need be computed. Most optimizers are like that, but not those with a
     norm of what they take.
     """
+    shaped = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), np.float32), params
+    )
+    leaves, treedef = jax.tree.flatten(shaped)
     try:
-        whole = programs(tx, params)
-        return None not in whole and whole == programs(tx, one_layer(params))
+        return _pointwise(tx, treedef, tuple(leaves))
     except UserError:  # it says what no step has, whatever the arrays
         raise
     except Exception:  # the user's: it is asked again, and said
         return False
+
+
+@functools.lru_cache(maxsize=8)  # a state is shaped several times, of other shardings
+def _pointwise(tx: Transformation, treedef: Any, leaves: tuple[Any, ...]) -> bool:
+    params = jax.tree.unflatten(treedef, leaves)
+    whole = programs(tx, params)
+    return None not in whole and whole == programs(tx, one_layer(params))
 
 
 def _not_apart(tx: Transformation, params: nnx.State) -> str | None:
