@@ -161,8 +161,8 @@ def _answers(
 
     # What kinds of GPUs make of their estimates differs; then those that may be best.
     compile_those(middle_of_each_kind(guesses.values()))
-    left = [x for x in worth_compiling(question, expected()) if x not in best]
-    compile_those(left)
+    while left := [x for x in worth_compiling(question, expected()) if x not in best]:
+        compile_those(left)
     unit = next(iter(estimates.values())).unit
     return _Found(expected(), unit)
 

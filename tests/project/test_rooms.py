@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 5967,
+    "system": 5968,
     "sharding": 1,
     "sharding/settings": 1958,
     "sharding/layout": 2601,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6792,
     "recipe": 2969,
-    "plan": 10360,
+    "plan": 10363,
     "inference": 2498,
     "training": 6770,
     "the commands": 1374,

@@ -30,7 +30,7 @@ def render(
         parts.append(section("Days against cost", _picture(question, found, best)))
     rows = [row(question, answer) for answer in found]
     cells = [cell.format(unit=unit) for cell in HEADING]
-    fitting = table(rows, cells, "numbers") or note("none")
+    fitting = table(rows, cells, "numbers answers") or note("none")
     if any(answer.best and answer.best.estimated for answer in found):
         fitting += note(ESTIMATED)
     others = table([(x.topology, x.why) for x in answers if not x.best])
@@ -71,7 +71,8 @@ def _picture(
             size = 6 if answer.topology in chosen else 3
             dot = {"cx": axes.across(x), "cy": axes.up(y), "r": size}
             inside = element("title", escape(hover))
-            parts.append(element("circle", inside, class_=f"dot {kind}", **dot))
+            guess = " guess" if answer.best and answer.best.estimated else ""
+            parts.append(element("circle", inside, class_=f"dot {kind}{guess}", **dot))
             at = {"x": axes.across(x) + 8, "y": axes.up(y) - 6}
             parts.append(element("text", str(answer.gpus), class_="tick", **at))
     currency = question.prices.currency or "cost"
@@ -90,10 +91,12 @@ def _picture(
         f'<span class="key key-{number % 8}">{escape(name)}</span>'
         for number, name in enumerate(groups)
     )
-    said = note("Numbers are GPUs. Large dots: no other takes fewer days for less.")
-    return (
-        f'<figure class="wide"><figcaption>{keys}</figcaption>{picture}</figure>{said}'
+    said = note(
+        "Numbers are GPUs. Large dots: no other takes fewer days for less. Hollow dots "
+        "are estimated."
     )
+    inside = f"<figcaption>{keys}</figcaption>{picture}"
+    return f'<figure class="wide answer">{inside}</figure>{said}'
 
 
 def _around(values: Sequence[float]) -> tuple[float, float]:

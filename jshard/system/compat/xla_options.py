@@ -71,9 +71,10 @@ OPTIONS: dict[str, tuple[bool | int | str, str]] = {
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+if jax.__version_info__ < (0, 11):  # there is no other since
+    QUICK["xla_cpu_use_fusion_emitters"] = False
 # For steps with float8 products.
 FLOAT8_OPTIONS: dict[str, tuple[bool | int | str, str]] = {
     "xla_gpu_dot_merger_threshold_mb": (

@@ -301,7 +301,8 @@ def test_a_gpu_holds_no_whole_table_and_waits_for_no_weights(replica):
     lowered, _ = lower(policy, mesh, vocab=4096, width=128)
     text = lowered.compile(options).as_text()
     assert not whole_tables(text, 4096, 128)
-    kinds = {c.kind for c in hlo.collectives(text) if c.operands[0].size > 2}
+    # But for sums of a few numbers: the loss, and what it counts.
+    kinds = {c.kind for c in hlo.collectives(text) if c.operands[0].size > 8}
     assert kinds == {"all-to-all"} | ({"all-reduce"} if replica > 1 else set())
     columns = 128 * replica // 8
     assert f"f32[4096,{columns}]" in " ".join(re.findall(r"= (\S+) scatter\(", text))

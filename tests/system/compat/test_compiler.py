@@ -88,3 +88,10 @@ def test_an_option_that_xla_does_not_know_is_one_line(entry, message):
     with pytest.raises(jshard.UserError, match=message) as error:
         parse_options((entry,))
     assert "\n" not in str(error.value)
+
+
+def test_each_option_of_small_programs_is_one_of_this_jax():
+    """XLA drops options; an optimizer's questions would all end in its error."""
+    for name, value in xla_options.QUICK.items():
+        add = jax.jit(lambda x: x + 1, compiler_options={name: value})
+        assert add(1) == 2, name
