@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
 FLOAT8 = {"policy.precision.products": "float8"}
 JOBS = (
-    Job("GPT-2 124M", "gpt2_124m.py", "h100:8", {}, "58.5k, llm.c"),
+    Job("GPT-2 124M", "gpt2_124m.py", "h100:8", {}, "468k, llm.c"),
     Job("GPT-2 124M", "gpt2_124m.py", "a100:8", {}),
     Job(
         "Llama 3 8B",

@@ -56,17 +56,20 @@ def jobs(card: str | None) -> list[Job]:
         chosen = [gpt2(None)]
     elif card in ("h200", "b200"):
         sizes: list[tuple[str, int | None]] = [("1b", None), ("7b", 6)]
-        chosen = [gpt2(card), *_llamas(sizes)]
+        chosen = [_gpt2(card, 8), *_llamas(sizes)]
     else:
-        changes = gpt2(card).changes | {"policy.accumulate": 16}
-        small = Job("gpt2-accumulate-16", "gpt2_124m.py", changes)
-        chosen = [small, *_llamas([("1b", 8), ("7b", 3)])]
+        chosen = [_gpt2(card, 16), *_llamas([("1b", 8), ("7b", 3)])]
     # All take the same batch again and again: that the loss falls alike shows that they
     # train alike, if the warm-up is over soon.
     return [
         replace(job, changes=job.changes | {"optimizer.warmup_steps": 10})
         for job in chosen
     ]
+
+
+def _gpt2(card: str | None, micro: int) -> Job:
+    changes = gpt2(card).changes | {"policy.accumulate": micro}
+    return Job(f"gpt2-accumulate-{micro}", "gpt2_124m.py", changes)
 
 
 def _llamas(sizes: list[tuple[str, int | None]]) -> list[Job]:

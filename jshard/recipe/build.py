@@ -125,7 +125,10 @@ def abstract_batch(
     example = first_example(configured.training_data())
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size, *np.shape(x)), np.asarray(x).dtype)
+        dtype = np.asarray(x).dtype
+        if dtype.kind in "iuf":  # int64 is int32, of which JAX 0.12 warns here
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct((size, *np.shape(x)), dtype)
 
     sequences = configured.sequences()
     batch = of_all_processes(jax.tree.map(abstract, example), mesh, sequences)

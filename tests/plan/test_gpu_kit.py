@@ -294,7 +294,9 @@ def test_checks_of_offload_compile_for_an_h200(offload, absent):
     )
     sharding = NamedSharding(mesh.abstract_mesh, BATCH)
     batch = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        name: jax.ShapeDtypeStruct(
+            x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding
+        )
         for name, x in check.make_batch(False).items()
     }
     with tracing_for(GPUS["h200"]):

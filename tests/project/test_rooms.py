@@ -29,7 +29,7 @@ MOST_LINES = {
     "nn": 1418,
     "storage": 7844,
     "data": 6792,
-    "recipe": 2969,
+    "recipe": 2972,
     "plan": 10363,
     "inference": 2498,
     "training": 6770,

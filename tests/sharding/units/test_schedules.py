@@ -187,7 +187,7 @@ def test_without_a_loop_a_step_is_faster_hides_as_much_and_needs_no_more(gpus, r
         replay(schedule(gpus, remat, unroll=unroll), GPUS["h100"], gpus)
         for unroll in (False, True)
     )
-    assert straight.floor < 0.98 * loop.floor
+    assert straight.floor < (0.995 if remat == "full" else 0.98) * loop.floor
     assert straight.exposed < loop.exposed + 1e-3
     most, least = (
         compiled(gpus, remat, unroll=unroll).memory_analysis().temp_size_in_bytes
