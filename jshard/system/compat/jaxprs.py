@@ -168,7 +168,8 @@ def flat_jaxpr(closed: core.ClosedJaxpr, inputs: Sequence[Any]) -> core.ClosedJa
 def inner_jaxpr(call: Any) -> core.ClosedJaxpr:
     """Returns the jaxpr called by an equation whose primitive is in ``CALLS``."""
     inner = call.params[CALLS[call.primitive.name]]
-    return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
+    # Since JAX 0.12 one class is both, and has its constants.
+    return inner if hasattr(inner, "consts") else core.ClosedJaxpr(inner, ())
 
 
 def open_inner(eqn: Any) -> core.Jaxpr | None:

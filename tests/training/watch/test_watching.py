@@ -91,8 +91,8 @@ def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
     assert named[0] == "down.kernel"
     distances = [one["devices_further_on"] for one in found["computations"]]
     assert distances == [0, 1, 0, 1]
-    batch = np.load(ended / "run/difference-step-2.npz")
-    assert batch["x"].shape == (16, 8)
+    with np.load(ended / "run/difference-step-2.npz") as batch:
+        assert batch["x"].shape == (16, 8)
     # Each gradient has a hash, and each array of the state, and each metric.
     hashed = Counter(event.kind for event in Broken.newest.events)
     params, arrays = trainer.state.params, jax.tree.leaves(trainer.state)
