@@ -354,6 +354,9 @@ def test_of_candidates_alike_the_simplest_is_first():
     assert found.fastest() == [fast, plain, fewer, more]
     split = Candidate({"mesh.tensor": 2})
     found.estimates[split], found.examples[split] = Estimate(0.1, 1), 1000
+    for settings in ({"policy.offload": "all"}, {"policy.remat": "offload:a"}):
+        assert not Candidate(settings).is_plain
+    assert Candidate({"policy.offload": None, "mesh.replica": 2}).is_plain
     assert found.fastest() == [fast, split, plain, fewer, more]
     del found.estimates[fast], found.estimates[plain], found.estimates[fewer]
     del found.estimates[more]

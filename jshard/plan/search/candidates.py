@@ -58,8 +58,10 @@ class Candidate:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it needs no further axis of the mesh."""
-        return not {*_AXES} & {*self.settings}
+        """Whether it needs no further axis of the mesh, and nothing in host memory."""
+        hosted = self.settings.get("policy.offload") is not None
+        hosted |= str(self.settings.get(REMAT, "")).startswith("offload:")
+        return not hosted and not {*_AXES} & {*self.settings}
 
     def command(self, recipe: str, given: Mapping[str, Any]) -> str:
         """Returns the command line that trains this way, with the user's settings."""

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Estimated:
         """Returns those that are estimated to fit, the fastest first.
 
         Of those as fast as an estimate can tell, what changes the fewest settings; and
-        before all, the fastest without further axes of the mesh.
+        before all, the fastest without a further axis of the mesh or host memory.
         """
         fit = [c for c, x in self.estimates.items() if x.memory <= self.gpu.usable]
 
@@ -70,7 +71,7 @@ class Estimated:
             return -alike, len(settings), micro, -rate
 
         found = sorted(fit, key=order)
-        # What further axes exchange is estimated worst.
+        # What further axes and hosts exchange is estimated worst.
         plain = next((x for x in found if x.is_plain), found[0] if found else None)
         return sorted(found, key=lambda candidate: candidate is not plain)
 
@@ -126,7 +127,9 @@ def estimated(
     refused, too_large = [], []
     for candidate in everything:
         try:
-            sized = traces.sized(candidate, topology, mesh_devices)
+            # Those of what is compiled are told.
+            with warnings.catch_warnings(action="ignore"):
+                sized = traces.sized(candidate, topology, mesh_devices)
         except UserError as error:
             refused.append((candidate, str(error)))
             continue
