@@ -130,8 +130,8 @@ def _answers(
     for spec in specs:
         estimates[spec] = found = estimated(traces, spec, allowed, constants)
         answer = question.estimate(found)
-        days = f"about {answer.days[0]:,.1f} days" if answer.best else answer.why
-        show(f"{spec}: {days}, of {found.considered:,} ways", error=True)
+        days = f"about {answer.days[0]:,.1f} days, of {found.considered:,} ways"
+        show(f"{spec}: {days if answer.best else answer.why}", error=True)
     guesses = {spec: question.estimate(found) for spec, found in estimates.items()}
     best: dict[str, Answer] = {}
 

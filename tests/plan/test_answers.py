@@ -324,6 +324,8 @@ def test_estimates_are_corrected_by_the_nearest_compiled_step_and_are_no_answers
     assert front(question, [one, *compiled]) == front(question, compiled)
     nothing = dataclasses.replace(guessed("h100:16"), estimates={})
     assert question.estimate(nothing).why == "nothing to compare"
+    broken = dataclasses.replace(guessed("h100:16"), items=0.0, error="ValueError: a")
+    assert question.estimate(broken).why == "no step could be traced: ValueError: a"
     large = dataclasses.replace(nothing, too_large=[(Candidate({}), 2**40)])
     assert "closest needs at least 1024.0 of" in question.estimate(large).why
 

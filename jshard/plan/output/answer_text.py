@@ -86,6 +86,8 @@ def nothing(question: Question, answers: Sequence[Answer]) -> str:
     """Says why no topology is an answer, and what is closest."""
     fitting = [answer for answer in answers if answer.best]
     if not fitting:
+        if not any(answer.why.startswith("does not fit") for answer in answers):
+            return "Nothing is possible, for the reasons above."
         return "Nothing fits: more GPUs, or GPUs with more memory, would help."
     fastest = min(fitting, key=lambda answer: answer.days[0])
     said = f"the fastest, {fastest.topology}, takes {fastest.days[0]:,.1f} days"

@@ -211,6 +211,8 @@ def _doubled(low: int, high: int) -> Iterator[int]:
 
 def _no_estimate(found: Estimated) -> str:
     """Returns in words why nothing is estimated to fit."""
+    if found.error:
+        return f"no step could be traced: {found.error}"
     bounds = [(x.memory, "about ") for x in found.estimates.values()]
     bounds += [(bound, "at least ") for _, bound in found.too_large]
     return _smallest(bounds, found.gpu.usable, found.refused)

@@ -50,6 +50,7 @@ class Estimated:
     considered: int  # the number of all candidates
     refused: list[tuple[Candidate, str]]  # invalid candidates, with the reason
     too_large: list[tuple[Candidate, int]]  # with a lower bound of their bytes
+    error: str = ""  # why no step was traced, so that estimates have no tokens
 
     def rate(self, candidate: Candidate) -> float:
         """Returns the estimated tokens (or examples) per second on all devices."""
@@ -62,6 +63,8 @@ class Estimated:
         Of those as fast as an estimate can tell, what changes the fewest settings; and
         before all, the fastest without a further axis of the mesh or host memory.
         """
+        if self.error:
+            return []
         fit = [c for c, x in self.estimates.items() if x.memory <= self.gpu.usable]
 
         def order(candidate: Candidate) -> tuple[int, int, int, float]:
@@ -157,6 +160,7 @@ def estimated(
         len(everything),
         refused,
         too_large,
+        step.error,
     )
 
 

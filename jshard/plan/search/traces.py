@@ -1,6 +1,6 @@
 """What is traced of a recipe once, for all candidates on all topologies.
 
-A search has ten thousands of candidates, and their configs differ in a few keys. So
+A search has tens of thousands of candidates, and their configs differ in a few keys. So
 each mesh, policy and state is made once, and each step traced once for each remat
 policy; the rest of an estimate is arithmetic.
 """
@@ -25,6 +25,7 @@ from jshard.sharding.settings import mesh as meshes
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.step.program.refusals import names_in
 from jshard.system.errors import UserError
+from jshard.system.formatting import one_line
 
 Made = TypeVar("Made")
 _OFFLOAD = "policy.offload"
@@ -60,6 +61,7 @@ class Step(NamedTuple):
     names: tuple[str, ...] = ()  # of activations
     items: float = 0.0  # tokens (or examples) of an example
     unit: str = "tokens"
+    error: str = ""  # why there is no trace
 
 
 class Traces:
@@ -85,19 +87,21 @@ class Traces:
         """
 
         def make() -> Step:
+            why = ""
             host = f"{topology.rpartition(':')[0]}:{gpu.host}"
             for spec in dict.fromkeys((host, topology)):
                 try:
                     with warnings.catch_warnings(action="ignore"):
                         made = self.configured({REMAT: remat, RESHARD: True})
                         program = trace(made, spec)
-                except Exception:
+                except Exception as error:
+                    why = one_line(f"{type(error).__name__}: {error}")
                     continue
                 examples = made.settings.batch_size
                 names = tuple(sorted({*names_in(program.jaxpr)}))
                 items = program.items / examples
                 return Step(activity(program), names, items, program.unit)
-            return Step()
+            return Step(error=why)
 
         return self._once(("step", gpu.capability, remat), make)
 
