@@ -31,9 +31,15 @@ from jshard.plan.search.estimates import (
     state_size,
 )
 from jshard.plan.search.outcomes import Outcome, pareto
+from jshard.plan.search.traces import Traces
 from jshard.plan.topology import parse
+from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import complete, flatten
+from jshard.recipe.configured import configure
+from jshard.recipe.load import open_recipe
+from jshard.recipe.make_config import make_config
+from jshard.recipe.recipe_path import find_recipe
 from jshard.sharding.settings.mesh import AXES, BATCH
 
 
@@ -239,6 +245,30 @@ def check_bound(policy, replica, layers, optimizer):
     compiled = step.lower(state, {"tokens": tokens, "targets": tokens}).compile()
     bound = memory_bound(state_size(state), policy)
     assert 0 < bound <= compiled_bytes(compiled)
+
+
+def test_a_candidates_policy_mesh_and_size_are_those_of_its_own_job():
+    tiny = {"model.num_layers": 2, "model.width": 32, "batch_size": 16}
+    varied = (
+        {},
+        {"mesh.replica": 2, "policy.accumulate": 2},
+        {"mesh.tensor": 2, "policy.remat": "dots"},
+        {"mesh.replica": 4, "policy.defer_scatter": True, "policy.accumulate": 2},
+        {"batch_size": 32, "policy.precision.reduce": "bfloat16"},
+    )
+    with open_recipe(find_recipe("gpt.py")) as recipe:
+        traces = Traces(recipe, tiny)
+        for more in varied:
+            sized = traces.sized(Candidate(more), "cpu:8", jax.devices())
+            alone = configure(recipe, make_config(recipe, tiny | more))
+            mesh = make_mesh(alone.settings.mesh, jax.devices())
+            state = make_job(alone, mesh.abstract_mesh).abstract_state()
+            assert sized == (
+                alone.settings.batch_size, alone.policy, mesh, state_size(state),
+            )  # fmt: skip
+        for _ in range(2):  # once made, once remembered
+            with pytest.raises(jshard.UserError, match="3"):
+                traces.sized(Candidate({"mesh.fsdp": 3}), "cpu:8", jax.devices())
 
 
 @pytest.mark.parametrize("offload", [None, "optimizer", "all"])
