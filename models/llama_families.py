@@ -37,7 +37,6 @@ DEFAULTS = {
     "sliding_window": None,
 }
 _GEMMA = {
-    "activation": "gelu_tanh",
     "norm_offset": True,
     "post_norms": True,
     "scaled_embeddings": True,

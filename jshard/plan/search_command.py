@@ -36,6 +36,7 @@ from jshard.system.errors import UserError
 
 DOES_NOT_FIT = 3
 _LIMIT, _EACH = 50, 2  # candidates that are compiled: of one topology, of each of many
+_SMALLER = 0.8  # of the memory of what did not fit, as estimated, to try next
 # Where a search begins with what a recipe leaves to the memory.
 _OPEN = {"policy.remat": "full", "policy.accumulate": 1}
 
@@ -141,18 +142,30 @@ def _answers(
             best.get(x) or question.estimate(estimates[x], ratios[x]) for x in specs
         ]
 
-    def compile_those(chosen: list[str]) -> None:
-        for spec in chosen:
-            found = estimates[spec]
+    def search_of(spec: str) -> Search:
+        found = estimates[spec]
+        order, limit = found.fastest(), arguments.limit or _EACH
+        while True:
             searched = compiled(
                 configured.recipe.path,
                 overrides,
                 found,
-                found.fastest(),
-                arguments.limit or _EACH,
+                order,
+                limit,
                 constants,
                 search_text.report,
             )
+            # Where estimates of memory were too low, what is estimated smaller.
+            least = min(found.estimates[x].memory for x in order[:limit])
+            order = [
+                x for x in order[limit:] if found.estimates[x].memory < _SMALLER * least
+            ]
+            if searched.best or not order:
+                return searched
+
+    def compile_those(chosen: list[str]) -> None:
+        for spec in chosen:
+            searched = search_of(spec)
             for warning in searched.warnings:
                 show(f"jshard: warning: {warning}", error=True)
             best[spec] = answer = question.answer(searched)

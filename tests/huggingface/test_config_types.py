@@ -44,3 +44,11 @@ def test_a_size_is_never_what_is_not_a_number(family):
                 continue
             with pytest.raises(jshard.UserError, match=key):
                 read(family, content)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Gemma3"])
+def test_the_activation_of_a_gemma_is_that_of_its_config(family):
+    for theirs, ours in {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}.items():
+        config = config_json(family, {"hidden_activation": theirs})
+        assert read(family, config)["activation"] == ours
+    assert read(family, config_json(family, {}))["activation"] == "gelu_tanh"

@@ -284,6 +284,22 @@ def test_the_command_asks_each_topology_and_prints_what_to_run(
     assert "Estimated rows were not compiled" in page
 
 
+def test_if_what_was_compiled_does_not_fit_something_smaller_is(
+    plan, without_compiling, monkeypatch
+):
+    orders = []
+
+    def compiled(path, overrides, found, order, limit, constants, report):
+        orders.append([x.settings["policy.remat"] for x in order])
+        large = {"outcomes": [], "too_large": [(order[0], 90 * 2**30)]}
+        return searched(found.topology, **(large if len(orders) == 1 else {}))
+
+    monkeypatch.setattr(search_command, "compiled", compiled)
+    words = ["--config=llama.py:3-8b", "--topologies=h100:8", "--tokens=1e9"]
+    assert plan(*words, "--limit=1")[0] == 0
+    assert orders == [["dots", "full"], ["full"]]
+
+
 def test_what_no_run_confirms_has_no_range(plan, without_compiling, tmp_path):
     file = tmp_path / "answer.json"
     words = ["--config=llama.py:3-8b", "--topologies=h100:8", "--tokens=1e9"]

@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 7844,
     "data": 6792,
     "recipe": 2972,
-    "plan": 10380,
+    "plan": 10393,
     "inference": 2498,
     "training": 6770,
     "the commands": 1374,
