@@ -87,8 +87,9 @@ def suite(server, tmp_path):
     (tmp_path / "tests/test_small.py").write_text(SUITE)
     (tmp_path / "tests/test_broken.py").write_text("import no_such_module")
 
-    def run(*words, ci="1", **limits):
+    def run(*words, ci="1", summed=1e6, **limits):
         conftest = f"import rings\nrings.LIMITS.update({limits})\n"
+        conftest += f"rings.SUMMED = {summed}\n"
         (tmp_path / "tests/conftest.py").write_text(
             f'{conftest}pytest_plugins = ["rings"]\n'
         )
@@ -111,6 +112,12 @@ def test_a_ring_that_takes_too_long_is_red_in_ci(suite, processes):
     assert (code, "1 passed" in out) == (1, True)
     assert "CPU seconds, of at most 0.1" in out
     assert suite(*words, core=100)[0] == 0
+
+
+def test_a_slow_machine_may_take_longer(suite):
+    code, out = suite("-m", "core", summed=1e-6, core=0.1)
+    assert (code, "0 CPU seconds, of at most 0.1 (" in out) == (0, True), out
+    assert "times as slow)" in out
 
 
 def test_elsewhere_its_seconds_are_printed_and_it_is_green(suite):
