@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from checkpoints import make_state
-from damaged_files import READERS, _adapted, read_or_refuse
+from checkpoints import make_state  # pyright: ignore[reportAttributeAccessIssue]
+from damage import read_or_refuse
+from damaged_files import READERS, _adapted
 from hostile_files import MORE_READERS
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer

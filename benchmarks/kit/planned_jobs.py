@@ -87,9 +87,9 @@ def plan_job(job: Job, card: str | None) -> Plan:
 
 def seconds_with(plan: Plan, constants: Constants) -> float:
     """A step of the same program with other constants."""
-    assert plan.program.gpu is not None
-    gpu = dataclasses.replace(plan.program.gpu, constants=constants)
-    return replay(plan.module, gpu, plan.program.mesh.size).seconds
+    assert plan.gpu is not None
+    gpu = dataclasses.replace(plan.gpu, constants=constants)
+    return replay(plan.module, gpu, plan.devices).seconds
 
 
 def _measured(found: dict[str, Any], name: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from damage import VALUES, changed_bytes, changed_json
 from damaged_files import PLACES, _adapted
 from jshard.data.images.image_files import Decoder
 from jshard.data.images.image_sources import FORMATS, EncodedImage
+from jshard.data.text.records import cut, read_records, read_texts
 from jshard.recipe.changes import read_notes
 from jshard.recipe.config.run_config import complete
 from jshard.recipe.config.settings import settings_of
@@ -245,7 +246,36 @@ def zarr_reader(folder: Path):
     return file, strategy, read
 
 
+def arrow_reader(folder: Path):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"text": ["one", "two", ""], "n": [[1], [], None]})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return _records(folder / "data.arrow", sink.getvalue().to_pybytes())
+
+
+def parquet_reader(folder: Path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"text": ["one", "two", ""], "n": [[1], [], None]})
+    sink = pa.BufferOutputStream()
+    parquet.write_table(table, sink)
+    return _records(folder / "data.parquet", sink.getvalue().to_pybytes())
+
+
+def _records(file: Path, content: bytes):
+    def read() -> None:
+        for part in cut(file, 16):
+            list(read_records(part))
+            list(read_texts(part, "text"))
+
+    return file, changed_bytes(content, 200), read
+
+
 MORE_READERS = (
+    arrow_reader,
+    parquet_reader,
     images_reader,
     run_reader,
     run_config_reader,
