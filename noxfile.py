@@ -278,7 +278,10 @@ def buckets(session: nox.Session) -> None:
     """Checkpoints and runs in buckets, of servers on loopback."""
     python = environment(session, DEV, ".[dev,buckets-test]")
     folder = "tests/storage/checkpoint"
-    files = f"{folder}/test_buckets.py {folder}/test_bucket_files.py"
+    files = " ".join(
+        f"{folder}/test_{name}.py"
+        for name in ("buckets", "bucket_files", "orbax_in_buckets")
+    )
     pytest(session, python, f"-n 0 -m '' {files}")
     if is_turn(1, 2):
         pytest(

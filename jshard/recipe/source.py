@@ -19,6 +19,7 @@ from jshard.sharding.step.fsdp import FSDP
 from jshard.sharding.update import counts
 from jshard.storage.checkpoint import frozen
 from jshard.storage.checkpoint.buckets.arrays import shown
+from jshard.storage.checkpoint.buckets.mirror import on_disk
 from jshard.storage.checkpoint.orbax.folder import is_orbax, open_orbax
 from jshard.storage.checkpoint.orbax.matching import match
 from jshard.storage.checkpoint.restore import restore_state
@@ -202,7 +203,8 @@ def restore_orbax(
     parameters. A warning lists what is not read.
 
     Args:
-      folder: Of the checkpoint, or of a CheckpointManager.
+      folder: Of the checkpoint, or of a CheckpointManager; a path, or a URL in a
+        bucket (s3://, gs://).
       fsdp: Shards the state.
       make_model: As for ``fsdp.init``.
       optimizer: The transformation that the checkpoint's was made with.
@@ -222,11 +224,11 @@ def restore_orbax(
       UserError: It is not Orbax's or not complete, or of another model or optimizer;
         the message lists what is missing and what is unexpected.
     """
-    check_path("restore_orbax: folder", folder)
-    path = Path(folder).expanduser().absolute()
+    check_path("restore_orbax: folder", folder, bucket=True)
+    path = on_disk(folder).absolute()
     if not is_orbax(path):
         what = "holds no checkpoint of Orbax's" if path.exists() else "does not exist"
-        raise UserError(f"restore_orbax: {path} {what}")
+        raise UserError(f"restore_orbax: {folder} {what}")
     abstract = fsdp.abstract_state(make_model, optimizer, wrt)
     found = match(
         open_orbax(path, step),

@@ -20,7 +20,7 @@ import jax
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.state import TrainState, check_kept
 from jshard.storage.checkpoint import frozen, metadata
-from jshard.storage.checkpoint.buckets.arrays import address
+from jshard.storage.checkpoint.buckets.arrays import shown
 from jshard.storage.checkpoint.buckets.mirror import temporary_folder
 from jshard.storage.checkpoint.buckets.objects import Overtaken
 from jshard.storage.checkpoint.buckets.saves import BucketSaves
@@ -267,8 +267,7 @@ def _described(
     if frozen_from is not None:
         sums = frozen.bit_sums(state)
         if isinstance(frozen_from, Path):
-            source = address(frozen_from)  # of a copy
-            frozen_from = source.url if source else str(frozen_from.absolute())
+            frozen_from = shown(frozen_from.absolute())  # of a copy, the URL
         content = frozen.left_out(content, frozen_from, sums)
     arrays = metadata.arrays_by_name(state)
     content = {"step": int(state.step), **content}

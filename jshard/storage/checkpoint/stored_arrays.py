@@ -17,13 +17,15 @@ from jshard.sharding.layout.values.random_streams import is_random
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.buckets import arrays as bucket
+from jshard.storage.checkpoint.buckets.objects import CONTEXT
+from jshard.storage.checkpoint.buckets.orbax_mirror import in_bucket
 from jshard.storage.checkpoint.metadata import STORED_SHAPE
 from jshard.system.compat.orbax import database, open_array, open_in_database
 from jshard.system.errors import UserError, some_of, warn
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
 INDEX = "cache_pool#index"  # TensorStore's cache of where a database has its chunks
-_CONTEXT = {INDEX: {"total_bytes_limit": 100_000_000}}
+_CONTEXT = {**CONTEXT, INDEX: {"total_bytes_limit": 100_000_000}}
 _CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it
 _FILE = 256 << 20  # bytes; processes and threads divide the files to verify them
 
@@ -255,6 +257,10 @@ def open_specs(folder: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _told(folder: Path) -> Iterator[None]:
     """Raises UserError for errors of TensorStore."""
+    if (step := in_bucket(folder)) is not None:
+        with bucket.explained_reads(step):
+            yield
+        return
     try:
         yield
     except ValueError as error:  # for metadata that is no array's

@@ -27,6 +27,7 @@ from jshard.storage.checkpoint.buckets.objects import (
     Objects,
     explained,
 )
+from jshard.storage.checkpoint.buckets.orbax_mirror import in_bucket
 from jshard.system.errors import UserError
 
 ADDRESS = ".bucket"  # a file in a local step's folder: the URL of its arrays
@@ -261,8 +262,8 @@ def verify_values(step: Objects, names: Iterable[str]) -> None:
 
 
 def shown(folder: Path) -> str:
-    """Returns what to call a step's folder: for a local copy, the URL."""
-    step = address(folder)
+    """Returns what to call a folder: for a local copy, the URL."""
+    step = address(folder) or in_bucket(folder)
     return step.url if step else str(folder)
 
 

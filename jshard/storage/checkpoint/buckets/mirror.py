@@ -19,6 +19,7 @@ from jshard.storage.checkpoint import manifest, step_folders
 from jshard.storage.checkpoint.buckets import step_list
 from jshard.storage.checkpoint.buckets.arrays import ADDRESS
 from jshard.storage.checkpoint.buckets.objects import AT_START, BucketError, Objects
+from jshard.storage.checkpoint.buckets.orbax_mirror import fetch_orbax
 from jshard.storage.checkpoint.step_folders import CHECKPOINTS
 from jshard.system.cli.paths import is_bucket
 from jshard.system.errors import UserError
@@ -62,7 +63,7 @@ def holds_checkpoints(url: str) -> bool:
 
 
 def _fetched(url: str) -> Path | None:
-    """Returns the local copy of the run or checkpoint at a URL, if there is one."""
+    """Returns the local copy of what is at a URL, if there is a run or checkpoint."""
     objects, local = Objects(url, AT_START), temporary_folder(url)
     with _readable(url):
         if objects.read(manifest.FILE)[0] is not None:
@@ -70,6 +71,8 @@ def _fetched(url: str) -> Path | None:
             _fetch_step(objects, step)
             return step
         if fetch_run(objects, local) or fetch_steps(objects, local):
+            return local
+        if fetch_orbax(objects, local):
             return local
     return None
 

@@ -15,16 +15,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jshard.storage.checkpoint import manifest, metadata
+from jshard.storage.checkpoint.buckets.arrays import shown
+from jshard.storage.checkpoint.buckets.orbax_mirror import (
+    CHECKPOINT,
+    COMMITTED,
+    DATABASE,
+    ITEM,
+    in_bucket,
+)
 from jshard.storage.checkpoint.stored_arrays import ARRAYS, INDEX
 from jshard.system.errors import UserError, some_of
 from jshard.system.files.untrusted import path_inside, read_json
 
 Keys: TypeAlias = tuple[str, ...]  # the path of an array in the tree that was saved
 
-_ITEM = "_METADATA"
-_CHECKPOINT = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_DATABASE = "manifest.ocdbt"
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,9})")
 
 
@@ -45,7 +50,7 @@ class OrbaxCheckpoint:
 
     def __str__(self) -> str:
         of_step = "" if self.step is None else f", step {self.step}"
-        return f"Orbax's checkpoint {self.path}{of_step}"
+        return f"Orbax's checkpoint {shown(self.path)}{of_step}"
 
 
 def is_orbax(path: Path) -> bool:
@@ -63,9 +68,10 @@ def check_not_orbax(folder: Path) -> None:
         what = f"holds checkpoints of Orbax's (steps {some_of([*map(str, steps)])})"
     else:
         return
+    name = shown(folder)
     raise UserError(
-        f"{folder} {what}, not of jshard's, which keeps its own in another folder; "
-        f"jshard.restore_orbax, or --config.checkpoint.restore={folder} in a new run, "
+        f"{name} {what}, not of jshard's, which keeps its own in another folder; "
+        f"jshard.restore_orbax, or --config.checkpoint.restore={name} in a new run, "
         "starts from it"
     )
 
@@ -84,38 +90,40 @@ def open_orbax(path: Path, step: int | None = None) -> OrbaxCheckpoint:
         if step is None:
             step = int(multihost_utils.broadcast_one_to_all(np.int32(max(steps))))
         if step not in steps:
-            raise UserError(f"{path} has no step {step}; there are: {[*steps]}")
+            raise UserError(f"{shown(path)} has no step {step}; there are: {[*steps]}")
         if len(steps[step]) > 1:
             names = " and ".join(folder.name for folder in steps[step])
-            raise UserError(f"{path} has {names}, both of step {step}: give one folder")
+            raise UserError(
+                f"{shown(path)} has {names}, both of step {step}: give one folder"
+            )
         (path,) = steps[step]
     elif step is not None:
-        raise UserError(f"{path} is one checkpoint: leave out step={step}")
+        raise UserError(f"{shown(path)} is one checkpoint: leave out step={step}")
     elif re.fullmatch("[0-9]{1,9}", path.name):
         step = int(path.name)
     _check_complete(path)
-    items = [path] if (path / _ITEM).exists() else _items(path)
+    items = [path] if (path / ITEM).exists() else _items(path)
     arrays: dict[Keys, dict[str, Any]] = {}
     for item in items:
         above = (item.name,) if len(items) > 1 else ()
         arrays |= {(*above, *keys): spec for keys, spec in _arrays(item).items()}
     if not arrays:
-        raise UserError(f"{path}: Orbax's {_ITEM} lists no array there")
+        raise UserError(f"{shown(path)}: Orbax's {ITEM} lists no array there")
     return OrbaxCheckpoint(path, step, arrays)
 
 
 def _is_checkpoint(path: Path) -> bool:
-    if any((path / name).is_file() for name in (_ITEM, *_CHECKPOINT)):
+    if any((path / name).is_file() for name in (ITEM, *CHECKPOINT)):
         return True
     # Older ones have no file of their own. What is named by a number is a step.
     return any(
-        not _STEP.fullmatch(item.name) and not (item / _CHECKPOINT[0]).exists()
+        not _STEP.fullmatch(item.name) and not (item / CHECKPOINT[0]).exists()
         for item in _items(path)
     )
 
 
 def _items(path: Path) -> list[Path]:
-    return [x for x in _folders(path) if (x / _ITEM).is_file()]
+    return [x for x in _folders(path) if (x / ITEM).is_file()]
 
 
 def _steps(path: Path) -> dict[int, list[Path]]:
@@ -123,7 +131,7 @@ def _steps(path: Path) -> dict[int, list[Path]]:
     found: dict[int, list[Path]] = {}
     for folder in _folders(path):
         named = _STEP.fullmatch(folder.name)
-        if named and _UNFINISHED not in folder.name and _is_checkpoint(folder):
+        if named and not _unfinished(folder) and _is_checkpoint(folder):
             found.setdefault(int(named[1]), []).append(folder)
     return dict(sorted(found.items()))
 
@@ -144,16 +152,32 @@ def _step_of_jshard(path: Path) -> Path | None:
 def _check_complete(path: Path) -> None:
     if (step := _step_of_jshard(path)) is not None:
         raise UserError(
-            f"{path} has the arrays of a checkpoint of jshard's: give {step}"
+            f"{shown(path)} has the arrays of a checkpoint of jshard's: give "
+            f"{shown(step)}"
         )
+    if _unfinished(path):
+        raise UserError(
+            f"{shown(path)} is a save that Orbax did not complete: give another"
+        )
+
+
+def _unfinished(path: Path) -> bool:
+    """Returns whether Orbax did not complete a save, by its name or what it wrote."""
     if _UNFINISHED in path.name:
-        raise UserError(f"{path} is a save that Orbax did not complete: give another")
+        return True
+    if (path / COMMITTED).exists() or not (path / CHECKPOINT[0]).exists():
+        return False
+    try:
+        return read_json(path / CHECKPOINT[0]).get("commit_timestamp_nsecs", 0) is None
+    except (ValueError, AttributeError, UserError):
+        return False  # what is damaged is told where the arrays are read
 
 
 def _arrays(item: Path) -> dict[Keys, dict[str, Any]]:
     """Returns TensorStore's specs of an item's arrays."""
+    name = shown(item)
     try:
-        content = read_json(item / _ITEM)
+        content = read_json(item / ITEM)
         form: dict[str, Any] = {
             "driver": "zarr3" if content.get("use_zarr3") else "zarr"
         }
@@ -161,29 +185,34 @@ def _arrays(item: Path) -> dict[Keys, dict[str, Any]]:
             form["fill_missing_data_reads"] = False  # a missing file is an error
         entries = content["tree_metadata"].values()
         paths = [_keys(x) for x in entries if _is_array(x["value_metadata"])]
-        if (item / _DATABASE).exists():
-            base = {"driver": "file", "path": f"{item}/"}
+        if (item / DATABASE).exists():
+            base = _store(item, "")
             database = {"driver": "ocdbt", "base": base, "cache_pool": INDEX}
             stores = [database | {"path": f"{'.'.join(keys)}/"} for keys in paths]
-        elif any(item.glob(f"*/{_DATABASE}")):
+        elif any(item.glob(f"*/{DATABASE}")):
             raise UserError(
-                f"{item} has no {_DATABASE}: Orbax did not complete it, give another"
+                f"{name} has no {DATABASE}: Orbax did not complete it, give another"
             )
         else:
-            stores = [
-                {"driver": "file", "path": f"{path_inside(item, '.'.join(keys))}/"}
-                for keys in paths
-            ]
+            places = [path_inside(item, ".".join(keys)) for keys in paths]
+            stores = [_store(item, f"{x.relative_to(item)}/") for x in places]
     except OSError as error:
-        raise UserError(f"cannot read {item / _ITEM}: {error.strerror}") from error
+        raise UserError(f"cannot read {name}/{ITEM}: {error.strerror}") from error
     except UserError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{item / _ITEM} lists no arrays as Orbax does") from error
+        raise UserError(f"{name}/{ITEM} lists no arrays as Orbax does") from error
     return {
         keys: {**form, "kvstore": store}
         for keys, store in zip(paths, stores, strict=True)
     }
+
+
+def _store(item: Path, below: str) -> dict[str, Any]:
+    """Returns TensorStore's key-value store of what is below an item's folder."""
+    if (where := in_bucket(item)) is not None:
+        return where.spec(below)
+    return {"driver": "file", "path": f"{item}/{below}"}
 
 
 def _is_array(about: Mapping[str, Any]) -> bool:
