@@ -179,12 +179,22 @@ def _killed_jobs(
                     if job.processes[0].poll() is None:
                         os.kill(job.worker(chance.randrange(2)), signal.SIGKILL)
                         found["kills"] += 1
-                codes = job.wait()
+                codes = _ended(job)
                 lines = job.err().splitlines()
             if any("Traceback" in line for line in lines):
                 found["\n".join(lines)[-600:]] += 1
         found["other results"] += read_metrics(folder / run) != whole
     return +found
+
+
+def _ended(job: Job) -> list[int]:
+    """Exit codes; who waits for one killed before they met is ended by SIGTERM."""
+    try:
+        return job.wait(40)
+    except AssertionError:
+        for process in job.processes:
+            process.terminate()
+        return job.wait()
 
 
 # What process 1 of two alone has in its environment.

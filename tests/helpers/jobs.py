@@ -150,7 +150,7 @@ def environment() -> dict[str, str]:
     return kept | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": os.environ["XLA_FLAGS"],
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "PYTHONUNBUFFERED": "1",
     }

@@ -45,6 +45,13 @@ def loss_fn(model: Any, batch: Any) -> jshard.Mean:
     return jshard.Mean(jnp.sum(error**2), batch["weight"].sum())
 
 
+def history_within(*axes: str) -> list[tuple[float, float]]:
+    """The same, within a mesh of Explicit axes of the caller's."""
+    mesh = jax.make_mesh((2,) + (1,) * (len(axes) - 1), axes)
+    with jax.set_mesh(mesh):
+        return history()
+
+
 def history() -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, in float64 on two devices."""
     with jax.enable_x64(True):
@@ -54,7 +61,7 @@ def history() -> list[tuple[float, float]]:
             jshard.Policy(min_shard_elements=0, prefetch=True),
         )
         tx = optax.sgd(1e-2, momentum=0.9)
-        state, step = fsdp.init(Model, tx), fsdp.train_step(loss_fn, tx)
+        state, step = fsdp.init(Model, tx).copy(), fsdp.train_step(loss_fn, tx)
         part = slice(None)
         if jax.process_count() == 2:
             half = ROWS // 2

@@ -117,12 +117,38 @@ class Generator:
             outside the vocabulary.
         """
         arrays = [np.asarray(prompt, np.int64).reshape(-1) for prompt in prompts]
+        parts = self._parts(
+            arrays,
+            length,
+            sampling or Sampling(),
+            tuple(stop_tokens),
+            seed,
+            chunk,
+            slots,
+        )
+        while True:
+            with own_mesh():  # for one part; the caller's mesh is there between them
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
+
+    def _parts(
+        self,
+        arrays: list[np.ndarray],
+        length: int,
+        sampling: Sampling,
+        stop_tokens: tuple[int, ...],
+        seed: int,
+        chunk: int,
+        slots: int,
+    ) -> Iterator[np.ndarray]:
         model = self._placement.model
         check_prompts(model, arrays, length)
         counts = tokens_after(model, arrays, length)
         rows = self._read(arrays, counts, seed, slots)
         chunk = min(chunk, int(max(counts)))
-        step = self._decode_steps(chunk, sampling or Sampling(), tuple(stop_tokens))
+        step = self._decode_steps(chunk, sampling, stop_tokens)
         earlier: Any = None  # the next part is computed while this one is read
         for _ in range(-(-int(max(counts)) // chunk)):
             rows, tokens = step(rows)

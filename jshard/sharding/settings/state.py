@@ -86,8 +86,17 @@ class TrainState:
           UserError: the state was donated to a train step.
         """
         check_kept(self)
-        own = lambda x: jax.device_put(x, x.sharding, may_alias=False)
-        return jax.tree.map(lambda x: own(x) if isinstance(x, jax.Array) else x, self)
+
+        def own(x: Any) -> Any:
+            if not isinstance(x, jax.Array):
+                return x
+            if x.is_fully_addressable:
+                return jax.device_put(x, x.sharding, may_alias=False)
+            here = [shard.data for shard in x.addressable_shards]
+            copies = [jax.device_put(y, y.sharding, may_alias=False) for y in here]
+            return jax.make_array_from_single_device_arrays(x.shape, x.sharding, copies)
+
+        return jax.tree.map(own, self)
 
     def __deepcopy__(self, memo: dict) -> "TrainState":
         """Returns ``copy()``."""

@@ -18,6 +18,7 @@ from jshard.sharding.layout.layer_dims import layer_dims, stack_of, without_laye
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
 from jshard.sharding.update.whole_layers import check_products
+from jshard.system.errors import UserError
 
 # The index of the layer being updated, in each Stack around it.
 layers_here = ContextVar[tuple[Any, ...]]("layers_here", default=())
@@ -61,6 +62,10 @@ def per_layer(
 
     Args:
       tx: any optax transformation, for parameters from ``nnx`` Stacks.
+
+    Raises:
+      UserError: (update) what is updated are arrays without variables, as in the loop
+        of an ``nnx.Optimizer``.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -76,6 +81,14 @@ def per_layer(
     def update(updates: Any, state: PerLayerState, params: Any = None, **extra: Any):
         if asking.get():
             return updates, state
+        if state.stacked and not any(
+            map(is_variable, jax.tree.leaves(updates, is_leaf=is_variable))
+        ):
+            raise UserError(
+                "jshard.optim.per_layer: it has been given arrays without their "
+                "variables, as an nnx.Optimizer does, and so cannot see which are "
+                "stacked layers; in a step of jshard it can: fsdp.init(make_model, tx)"
+            )
         of = lambda name: (_of_stack(updates, name), _of_stack(params, name))
         grads, values = of(None)
         new, rest = tx.update(grads, state.rest, values, **extra)

@@ -148,3 +148,20 @@ def test_gpus_compute_beside_every_gather_of_a_layer():
             (done,) = body.users(start.name)
             between = range(order[start.name], order[done.name])
             assert any(i in between for i in products), f"nothing beside {start.name}"
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_parts_come_within_an_explicit_mesh_of_the_callers_which_stays_set(is_sharded):
+    fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:2]), policy())
+    state = fsdp.from_model(small_model(), optax.identity())
+    options: dict[str, Any] = {"length": 5, "sampling": Sampling(0), "chunk": 2}
+    want = [part.tolist() for part in one_generator().stream(PROMPTS, **options)]
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        whole = lambda: Generator(small_model())
+        generator = Generator.sharded(fsdp, state) if is_sharded else whole()
+        got = []
+        for part in generator.stream(PROMPTS, **options):
+            got.append(part.tolist())
+            assert jax.sharding.get_mesh() == mesh
+    assert got == want

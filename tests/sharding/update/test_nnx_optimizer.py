@@ -270,3 +270,14 @@ def test_a_plain_optimizer_takes_the_state_of_one_with_its_own_update(fsdp):
     shapes = fsdp.abstract_state(Plain, TX)
     with pytest.raises(jshard.UserError, match="the state has shapes and no arrays"):
         fsdp.to_optimizer(shapes, TX)
+
+
+@pytest.mark.parametrize(
+    "tx", [jshard.optim.per_layer(optax.adam(0.1)), jshard.optim.muon(0.1)]
+)
+def test_layers_that_flax_hides_from_per_layer_are_one_line_in_its_loop(tx):
+    model = Stacked(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(lambda model: jnp.sum(model(X)))(model)
+    with pytest.raises(jshard.UserError, match=r"per_layer: .* nnx\.Optimizer does"):
+        optimizer.update(model, grads)

@@ -16,7 +16,7 @@ from jshard.storage.checkpoint.step_folders import find_steps
 from processes import Processes
 from resumable import RECIPE, read_metrics, train
 from signalled_steps import step_until_signalled
-from two_devices import history, refused_folder
+from two_devices import history, history_within, refused_folder
 
 ADAM = "optax.adamw("
 CLOSE = 1e-5  # relative: roundings of float32, in another order
@@ -39,6 +39,12 @@ def test_two_processes_compute_what_one_does_and_refuse_a_folder_together(
     (tmp_path / "file").touch()
     for said in pair.call(refused_folder, tmp_path / "file" / "checkpoints"):
         assert said.startswith("cannot write checkpoints to ")
+
+
+@pytest.mark.slow  # by default on one, in sharding/settings/test_callers_mesh
+@pytest.mark.parametrize("axes", [("fsdp",), ("data", "model")])
+def test_two_processes_compute_the_same_within_explicit_axes(pair, axes):
+    assert pair.call(history_within, *axes) == pair.call(history)
 
 
 @pytest.mark.quick("SIGUSR1")
