@@ -15,7 +15,7 @@ from pathlib import Path
 import jshard.training.train_command  # before the fork, as it takes seconds
 from bucket_servers import BUCKET, Folder
 from failures import WORDS
-from jobs import Job, write_recipe
+from jobs import Job, children, write_recipe
 from jshard import export, train
 from resumable import RECIPE, read_metrics
 
@@ -176,8 +176,9 @@ def _killed_jobs(
             with Job(folder, 2, 2, *words, f"--workdir={run}") as job:
                 if found["kills"] < count:
                     _let_go_on(folder / "out-0", chance)
-                    if job.processes[0].poll() is None:
-                        os.kill(job.worker(chance.randrange(2)), signal.SIGKILL)
+                    parent = job.processes[chance.randrange(2)].pid
+                    if job.processes[0].poll() is None and children(parent):
+                        os.kill(int(children(parent)[0]), signal.SIGKILL)
                         found["kills"] += 1
                 codes = _ended(job)
                 lines = job.err().splitlines()

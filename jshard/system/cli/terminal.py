@@ -30,7 +30,13 @@ def show(text: str, *, error: bool = False, end: str = "\n") -> None:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Returns whether a standard stream is a terminal; a closed one is none."""
+    """Returns whether a standard stream is a terminal; a closed one is none.
+
+    Open MPI's mpirun gives processes a terminal of its own, and copies what they print
+    to its output, which may be a file.
+    """
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        return False
     return stream is not None and not stream.closed and stream.isatty()
 
 

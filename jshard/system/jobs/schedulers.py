@@ -201,6 +201,7 @@ def sees_its_own_gpus(environ: Mapping[str, str], tasks: int) -> bool:
         return "SLURM_GPUS_PER_TASK" in environ
     found = re.search(r"(?:^|\+)(?:gres/)?gpu:(?:verbose,)?([^+]*)", given)
     kind, _, value = (found[1] if found else "none").partition(":")
+    kind = kind.removesuffix("_gpu")  # of --gpu-bind; --tres-bind has map and mask
     if kind == "none" or tasks == 1:
         return kind != "none"
     apart = kind == "per_task" or (kind == "single" and value in ("", "1"))

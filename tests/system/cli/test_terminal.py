@@ -18,7 +18,7 @@ from jshard.inference.trained import generate_command
 from jshard.storage.checkpoint import manifest, metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.system.cli import command
-from jshard.system.cli.terminal import _outputs, show
+from jshard.system.cli.terminal import _outputs, is_terminal, show
 from jshard.system.errors import Preempted, RunFailed
 from jshard.system.formatting import one_line, printable
 from jshard.training.run.progress import ProgressDisplay
@@ -157,3 +157,13 @@ def test_inspect_shows_hostile_metadata(full, step, capsys):
     assert is_harmless(out)
     assert r"\x1b[2J" in out
     assert not any(line.startswith(("step 99", "x")) for line in out.splitlines())
+
+
+def test_what_mpirun_copies_is_no_terminal(monkeypatch):
+    class Tty:
+        closed = False
+        isatty = staticmethod(lambda: True)
+
+    assert is_terminal(Tty())
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert not is_terminal(Tty())

@@ -87,6 +87,8 @@ AT = {"coordinator": "node1:1234"}
                 "gres/gpu:single:1": None,
                 "gres/nic:closest+gres/gpu:verbose,per_task:4": None,
                 "gpu:map:0,1": None,
+                "gpu:map_gpu:0,1": None,  # so in SLURM 22.05, of --gpu-bind
+                "gpu:mask_gpu:0x3,0xc": None,
                 "gres/gpu:mask:0x3,0xc": None,
                 "gres/gpu:none": (2, 3),
                 "gres/nic:closest": (2, 3),
@@ -148,7 +150,7 @@ def test_a_process_joins_where_its_environment_says_all_that_is_needed(
         ({}, PYTORCH_JOB | FOUR | {"LOCAL_RANK": "0"}, "share the 4 GPUs of this host"),
         *[
             ({}, STEP | FOUR | {"SLURMD_TRES_BIND": f"gres/gpu:{binding}"}, binding)
-            for binding in ("closest", "single:2", "map:1", "mask:0x3,0x6")
+            for binding in ("closest", "single:2", "map_gpu:1", "map:1", "mask:0x3,0x6")
         ],
     ],
 )
