@@ -271,3 +271,12 @@ def test_the_note_says_what_a_folder_of_mixed_files_was_taken_for(tmp_path):
         "1 file (dev.jsonl); leave out 1 file (extra.jsonl), whose names say no split; "
         "leave out 1 file (test.jsonl), named as test data"
     ]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.bin", "a.parquet", "a.npy"])
+def test_a_pointer_of_git_lfs_is_not_read_for_the_file(name, tmp_path):
+    """Of a text or of tokens it would be trained on."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
+    (tmp_path / name).write_text(pointer)
+    with pytest.raises(UserError, match=rf"{name}: a pointer of Git LFS.*git lfs pull"):
+        split_corpus(str(tmp_path), validation_fraction=0.1, token_dtype="uint16")

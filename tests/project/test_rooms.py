@@ -28,7 +28,7 @@ MOST_LINES = {
     "sharding/step": 3336,
     "nn": 1418,
     "storage": 7944,
-    "data": 6792,
+    "data": 6801,
     "recipe": 2974,
     "plan": 10393,
     "inference": 2524,

@@ -27,6 +27,7 @@ from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.storage.hub.online.download import data_path
 from jshard.system.cli.paths import check_path
 from jshard.system.errors import UserError, some_of, warn
+from jshard.system.files.untrusted import POINTER, is_pointer
 
 # Tests, tables and third-party code, and files that differ between installations of
 # the same Python version.
@@ -36,6 +37,7 @@ _STDLIB_SKIP = (
     *("config-*", "_sysconfigdata*", "sitecustomize.py", "usercustomize.py"),
 )
 _LOOKED_AT = 2**16  # tokens of the first file
+_LONGEST_POINTER = 1024  # bytes; those of Git LFS have about 130
 UNFINISHED = ".unfinished-tokens"  # the folder in which jshard.tokenize works
 
 
@@ -119,6 +121,9 @@ def _of_one_kind(root: Path, files: Sequence[Path]) -> tuple[str, list[Path]]:
 
     Of a folder with tokens or records nothing else is read, and of one with text no
     tables, and no JSON that is not records.
+
+    Raises:
+      UserError: Git LFS has not fetched one of them.
     """
     if root.is_file():
         tokens = [x for x in files if is_of_tokens(x)]
@@ -126,9 +131,13 @@ def _of_one_kind(root: Path, files: Sequence[Path]) -> tuple[str, list[Path]]:
     else:
         tokens = [x for x in files if x.suffix.lower() == TOKENS or is_token_array(x)]
         records = [] if tokens else with_records(files)
+    kind, found = "text", [x for x in files if not has_records(x)]
     if tokens or records:
-        return ("tokens", tokens) if tokens else ("records", records)
-    return "text", [x for x in files if not has_records(x)]
+        kind, found = ("tokens", tokens) if tokens else ("records", records)
+    for file in found:
+        if file.stat().st_size < _LONGEST_POINTER and is_pointer(file):
+            raise UserError(f"{file}: {POINTER}")
+    return kind, found
 
 
 def _about(
