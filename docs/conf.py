@@ -20,7 +20,14 @@ version = release = runpy.run_path(
     str(REPOSITORY / "jshard/system/compat/versions.py")
 )["__version__"]
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+copybutton_exclude = ".linenos, .gp, .go"  # prompts and what was printed
+copybutton_selector = "div:not(.highlight-none, .output) > div.highlight pre"
 # Pages that the repository has and the site does not.
 NOT_ON_SITE = ("architecture.md", "decisions", "licences.md", "log")
 exclude_patterns = ["_build", "jupyter_execute", "**/.ipynb_checkpoints", *NOT_ON_SITE]
