@@ -108,6 +108,10 @@ _OF_ALL = frozenset(
     """.split()
 )
 # What makes any model another one, and may only be said in these ways.
+# Names that transformers takes for others (its attribute_map), null included.
+_OTHER_NAMES = frozenset(
+    "hidden_size max_position_embeddings num_attention_heads num_hidden_layers".split()
+)
 _FIXED_IN_ALL = {
     "per_layer_config": (None, {}),
     "pruned_heads": (None, {}),
@@ -218,16 +222,17 @@ class ConfigJson:
         """
         rest = sorted(self._left - set(inert) - (set() if self._where else _OF_ALL))
         for key in rest:
-            if not any(self._content[key] is x for x in (None, False)) and (
-                self._content[key] not in ("", [], {})
-            ):
+            off = any(self._content[key] is x for x in (None, False)) or (
+                self._content[key] in ("", [], {})
+            )
+            if not off or key in _OTHER_NAMES:
                 error = self.error(key, "jshard does not know this key")
                 raise UnknownKey(str(error), self._where + key)
         if rest:
-            off = [_shown_key(self._where + key) for key in rest]
+            keys = [_shown_key(self._where + key) for key in rest]
             _tell(
                 "jshard: config.json has keys that jshard does not know, and that are "
-                f"off (false, null or empty): {', '.join(off)}"
+                f"off (false, null or empty): {', '.join(keys)}"
             )
 
     def error(self, key: str, why: str) -> jshard.UserError:

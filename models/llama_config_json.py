@@ -251,7 +251,7 @@ def _read_pattern(
     config: ConfigJson, family: Family, layers: int, window: int | None
 ) -> str:
     """Returns the shortest pattern of the layers' kinds of attention."""
-    if family.model_type == "llama":
+    if family.model_type in ("llama", "olmo2"):  # transformers' have no windows
         window = None
     if "use_sliding_window" in family.reads:
         window = window if config.get("use_sliding_window", False, FLAG) else None

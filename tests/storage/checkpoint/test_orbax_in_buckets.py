@@ -110,4 +110,5 @@ def test_a_run_takes_the_url_as_checkpoint_restore(upload, tmp_path, x64):
     url = upload(tmp_path / "steps")
     state = make_fsdp().abstract_state(Model, TX)
     source = find_parameters(model_path(url), state, optimizer=True)
+    assert source.orbax is not None
     assert str(source.orbax.checkpoint) == f"Orbax's checkpoint {url}/8, step 8"
