@@ -27,7 +27,7 @@ MOST_LINES = {
     "sharding/pipeline": 1029,
     "sharding/step": 3336,
     "nn": 1418,
-    "storage": 7944,
+    "storage": 7949,
     "data": 6801,
     "recipe": 2974,
     "plan": 10393,

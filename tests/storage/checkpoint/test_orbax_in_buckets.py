@@ -13,7 +13,7 @@ import jshard
 from bucket_servers import GCS, S3, Folder, running
 from filled import filled
 from jshard.storage.checkpoint.buckets.objects import Objects
-from jshard.storage.checkpoint.buckets.orbax_mirror import COMMITTED
+from jshard.storage.checkpoint.buckets.orbax_mirror import COMMITTED, fetch_orbax
 from jshard.storage.hub.huggingface_folder import model_path
 from jshard.storage.hub.parameters import find_parameters
 from saved_by_orbax import TX, Model, make_fsdp, manager, save
@@ -103,6 +103,20 @@ def test_what_is_wrong_names_the_url(upload, tmp_path, x64):
     nothing = f"{url[:-6]}/nothing"
     with pytest.raises(jshard.UserError, match=f"{nothing} holds no checkpoint"):
         jshard.restore_orbax(nothing, fsdp, Model, TX)
+
+
+def test_keys_that_no_folder_can_have_are_one_line(upload, tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "_METADATA").write_text("{}")
+    url = upload(tmp_path / "a")
+    for keys, said in (
+        (["_METADATA", "_METADATA/_METADATA"], "cannot be copied to"),
+        (["../_METADATA"], "is not the name of a file in the folder"),
+    ):
+        monkeypatch.setattr(Objects, "paths", lambda objects, below="", x=keys: x)
+        monkeypatch.setattr(Objects, "read", lambda objects, path: (b"{}", b""))
+        with pytest.raises(jshard.UserError, match=said):
+            fetch_orbax(Objects(url), tmp_path / "local")
 
 
 def test_a_run_takes_the_url_as_checkpoint_restore(upload, tmp_path, x64):

@@ -38,7 +38,7 @@ def fetch_orbax(objects: Objects, local: Path) -> bool:
 
     Raises:
       BucketError: The bucket cannot be read.
-      UserError: A key leads out of the folder.
+      UserError: A key leads out of the folder, or cannot be copied.
     """
     read = (ITEM, *CHECKPOINT)
     found: dict[str, Path] = {}
@@ -56,7 +56,11 @@ def fetch_orbax(objects: Objects, local: Path) -> bool:
         small = {key: file for key, file in found.items() if file.name in read}
         contents = dict(zip(small, pool.map(objects.read, small), strict=True))
     for key, file in found.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes((key in contents and contents[key][0]) or b"")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes((key in contents and contents[key][0]) or b"")
+        except OSError as error:  # a key below another, or a full disk
+            why = f"{key} cannot be copied to {local}: {error.strerror}"
+            raise UserError(f"{objects.url}: {why}") from error
     replace_file(local / _ADDRESS, objects.url)
     return True

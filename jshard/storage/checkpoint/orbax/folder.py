@@ -165,11 +165,12 @@ def _unfinished(path: Path) -> bool:
     """Returns whether Orbax did not complete a save, by its name or what it wrote."""
     if _UNFINISHED in path.name:
         return True
-    if (path / COMMITTED).exists() or not (path / CHECKPOINT[0]).exists():
-        return False
+    about = path / CHECKPOINT[0]
+    if in_bucket(path) is None or (path / COMMITTED).exists() or not about.exists():
+        return False  # on a disk, its name is another until it is complete
     try:
-        return read_json(path / CHECKPOINT[0]).get("commit_timestamp_nsecs", 0) is None
-    except (ValueError, AttributeError, UserError):
+        return read_json(about).get("commit_timestamp_nsecs", 0) is None
+    except (OSError, ValueError, AttributeError):
         return False  # what is damaged is told where the arrays are read
 
 
