@@ -135,9 +135,3 @@ def test_the_typed_example_runs():
     command = [sys.executable, EXAMPLE]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_every_folder_is_a_package_as_no_other_is_found_in_a_zip():
-    folders = {file.parent for file in (REPOSITORY / "jshard").rglob("*.py")}
-    folders |= {file.parent for file in (REPOSITORY / "models").rglob("*.py")}
-    assert [x for x in sorted(folders) if not (x / "__init__.py").exists()] == []

@@ -1,5 +1,6 @@
 """A corpus: files of text or tokens, and their training and validation splits."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -135,8 +136,9 @@ def _of_one_kind(root: Path, files: Sequence[Path]) -> tuple[str, list[Path]]:
     if tokens or records:
         kind, found = ("tokens", tokens) if tokens else ("records", records)
     for file in found:
-        if file.stat().st_size < _LONGEST_POINTER and is_pointer(file):
-            raise UserError(f"{file}: {POINTER}")
+        with contextlib.suppress(OSError):  # said where it is read
+            if file.stat().st_size < _LONGEST_POINTER and is_pointer(file):
+                raise UserError(f"{file}: {POINTER}")
     return kind, found
 
 

@@ -17,15 +17,13 @@ from jshard.sharding.layout.values.random_streams import is_random
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.buckets import arrays as bucket
-from jshard.storage.checkpoint.buckets.objects import CONTEXT
-from jshard.storage.checkpoint.buckets.orbax_mirror import in_bucket
 from jshard.storage.checkpoint.metadata import STORED_SHAPE
 from jshard.system.compat.orbax import database, open_array, open_in_database
 from jshard.system.errors import UserError, some_of, warn
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
 INDEX = "cache_pool#index"  # TensorStore's cache of where a database has its chunks
-_CONTEXT = {**CONTEXT, INDEX: {"total_bytes_limit": 100_000_000}}
+_CONTEXT = {**bucket.CONTEXT, INDEX: {"total_bytes_limit": 100_000_000}}
 _CHUNK = 256 << 20  # bytes; who reads a part of a chunk reads all of it
 _FILE = 256 << 20  # bytes; processes and threads divide the files to verify them
 
@@ -239,8 +237,7 @@ def read_specs(
 ) -> dict[str, jax.Array]:
     """Reads arrays of a folder like ``load``, by TensorStore's specs of them."""
     with _told(folder):
-        opened = _open(specs, tensorstore.Context(_CONTEXT))
-        return _load_opened(opened, wanted, 128 << 20)
+        return _load_opened(_open(specs), wanted, 128 << 20)
 
 
 def open_specs(folder: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,14 +247,13 @@ def open_specs(folder: Path, specs: Mapping[str, Any]) -> dict[str, Any]:
       UserError: An array is missing, or its metadata is damaged.
     """
     with _told(folder):
-        opened = _open(specs, tensorstore.Context(_CONTEXT))
-        return {name: array.result() for name, array in opened.items()}
+        return {name: array.result() for name, array in _open(specs).items()}
 
 
 @contextlib.contextmanager
 def _told(folder: Path) -> Iterator[None]:
     """Raises UserError for errors of TensorStore."""
-    if (step := in_bucket(folder)) is not None:
+    if (step := bucket.in_bucket(folder)) is not None:
         with bucket.explained_reads(step):
             yield
         return
@@ -268,8 +264,9 @@ def _told(folder: Path) -> Iterator[None]:
         raise UserError(f"checkpoint {folder} is damaged: {reason}") from error
 
 
-def _open(specs: Mapping[str, Any], context: Any) -> dict[str, Any]:
+def _open(specs: Mapping[str, Any], context: Any = None) -> dict[str, Any]:
     """Starts to open arrays, which share a context."""
+    context = context or tensorstore.Context(_CONTEXT)
     return {
         name: tensorstore.open(
             spec, read=True, context=context, recheck_cached_metadata=False
