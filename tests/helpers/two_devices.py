@@ -46,7 +46,7 @@ def loss_fn(model: Any, batch: Any) -> jshard.Mean:
 
 
 def history_within(*axes: str) -> list[tuple[float, float]]:
-    """The same, within a mesh of Explicit axes of the caller's."""
+    """What ``history`` returns, within a mesh of Explicit axes of the caller's."""
     mesh = jax.make_mesh((2,) + (1,) * (len(axes) - 1), axes)
     with jax.set_mesh(mesh):
         return history()

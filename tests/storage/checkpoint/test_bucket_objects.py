@@ -159,6 +159,6 @@ def test_a_server_that_is_late_is_told(now, said, monkeypatch, caplog):
     assert said in caplog.text
 
 
-def test_requests_are_counted():
-    """None here, unless a test before has used a server."""
+def test_tensorstore_has_the_metrics_by_which_requests_are_counted():
+    """An unknown name raises; the counts are those of earlier tests' servers."""
     assert min(objects._counts()) >= 0
