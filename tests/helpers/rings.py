@@ -9,11 +9,12 @@ fails when they exceed the ring's limit; elsewhere they are only printed.
 import os
 import re
 import subprocess
-import time
 import zlib
 from pathlib import Path
 
 import pytest
+
+from machine import slower
 
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
@@ -21,8 +22,6 @@ TABLE = REPOSITORY / "docs" / "architecture.md"
 # CPU seconds, of this process and all that it starts, by pytest's -m. Two cores have 90
 # in the 45 s that the first ring may take.
 LIMITS = {"core": 90, "not slow": 700}
-# CPU seconds in which the machine of docs/figures/tests.md sums ten million squares.
-SUMMED = 0.85
 CHANGED = pytest.StashKey[frozenset[Path]]()
 SECONDS = pytest.StashKey[float]()
 SLOWER = pytest.StashKey[float]()
@@ -123,13 +122,6 @@ def starts(file, places):
 def own_seconds(children=True):
     """CPU seconds of this process, and of those that it has waited for."""
     return sum(os.times()[: 4 if children else 2])
-
-
-def slower():
-    """How many times as slow as the machine of docs/figures/tests.md this one is."""
-    start = time.process_time()
-    sum(x * x for x in range(10_000_000))
-    return max(1.0, (time.process_time() - start) / SUMMED)
 
 
 def is_whole(config):

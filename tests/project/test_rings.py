@@ -88,8 +88,8 @@ def suite(server, tmp_path):
     (tmp_path / "tests/test_broken.py").write_text("import no_such_module")
 
     def run(*words, ci="1", summed=1e6, **limits):
-        conftest = f"import rings\nrings.LIMITS.update({limits})\n"
-        conftest += f"rings.SUMMED = {summed}\n"
+        conftest = f"import machine, rings\nrings.LIMITS.update({limits})\n"
+        conftest += f"machine.SUMMED = {summed}\n"
         (tmp_path / "tests/conftest.py").write_text(
             f'{conftest}pytest_plugins = ["rings"]\n'
         )
