@@ -10,13 +10,13 @@ with those around it at all, because each thunk sequence gets its own communicat
 collectives under the same key, and hang or receive each other's data. Only data
 dependencies always enforce an order.
 
-``in_order`` threads a token through a program: an integer that is always 0, which the
-compiler cannot know. Each collective reads what the previous one wrote. Inside
-``shard_map``, where collectives are explicit, they form one chain through all loops and
-branches. Outside it, XLA's partitioner may turn any operation into a collective. There,
-the operations that have their own thunk sequence (``shard_map``, loops, branches) run
-one at a time: the operations that one of them needs run before it, and all others after
-it. Values stay the same, bit for bit, apart from gradients of weights, which are
+A sequence without loops or branches that have collectives, such as the body of most
+loops, is left alone. Around those, ``in_order`` threads a token through the program: an
+integer that is always 0, which the compiler cannot know. Inside ``shard_map``, where
+collectives are explicit, each reads what the previous one wrote. Outside it, XLA's
+partitioner may turn any operation into a collective, so that operations with a sequence
+of their own run one at a time: what one of them needs runs before it, and all else
+after it. Values stay the same, bit for bit, apart from gradients of weights, which are
 multiplied in another order (weight_products.py).
 
 GPUs do not need this: each device runs a single schedule, one thunk at a time
@@ -33,15 +33,18 @@ from jax import lax
 from jax.extend import core
 
 from jshard.sharding.cpu import weight_products
+from jshard.sharding.cpu.inner_sequences import (
+    LOOPS_AND_BRANCHES,
+    Results,
+    has_inner,
+    run_inside,
+)
 from jshard.system.compat import jaxprs
+from jshard.system.compat.xla_options import BARRIERS_HOLD_ON_CPUS
 from jshard.system.errors import UserError
 
-# The results of a program, and the token after it.
-Results = tuple[list[Any], jax.Array]
-
-_LOOPS_AND_BRANCHES = {"scan", "while", "cond"}
-_SEQUENCES = _LOOPS_AND_BRANCHES | {"shard_map"}
-_OPENED = _LOOPS_AND_BRANCHES | jaxprs.CALLS.keys()  # the chain goes through these
+_SEQUENCES = LOOPS_AND_BRANCHES | {"shard_map"}
+_OPENED = LOOPS_AND_BRANCHES | jaxprs.CALLS.keys()  # the chain goes through these
 
 
 def in_order(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,12 +116,20 @@ def _select(here: jax.Array, x: jax.Array) -> jax.Array:
 # Inside shard_map: one chain of collectives.
 
 
-def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> Results:
-    """Runs a jaxpr on one device's values, each collective after the previous one.
+def _chain(
+    jaxpr: core.ClosedJaxpr,
+    inputs: Sequence[Any],
+    token: jax.Array,
+    tied: bool | None = None,
+) -> Results:
+    """Runs a jaxpr on one device's values.
 
-    Loops and calls are traced again, because a user's own ``shard_map`` may have typed
-    the original inner jaxprs with the axes over which values vary.
+    If ``tied``, each collective reads what the previous one wrote; None decides, for a
+    thunk sequence. Loops and calls are traced again, because a user's own ``shard_map``
+    may have typed the original inner jaxprs with the axes over which values vary.
     """
+    if tied is None:
+        tied = not BARRIERS_HOLD_ON_CPUS or has_inner(jaxpr.jaxpr)
     env = jaxprs.environment(jaxpr, inputs)
     last: list[jax.Array] = []  # results of the previous collective
     # Variables that depend on the latest run of sums; None after another collective.
@@ -136,23 +147,25 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
         # Independent sums stay adjacent, so that XLA can combine them.
         apart = sums is not None and sums.isdisjoint(jaxprs.variables(operands))
         joins = name in jaxprs.SUMS and apart
-        if exchanges and not joins:
+        if tied and exchanges and not joins:
             here, sums = _here(token, last), set() if name in jaxprs.SUMS else None
         with jaxprs.context(eqn):
-            if name in jaxprs.COLLECTIVES:
-                tied = [_tie(jnp.asarray(x), here) for x in values]
-                results = _collective(eqn, tied)
+            if name in jaxprs.COLLECTIVES and not tied:
+                results = _collective(eqn, values)
+            elif name in jaxprs.COLLECTIVES:
+                operands = [_tie(jnp.asarray(x), here) for x in values]
+                results = _collective(eqn, operands)
                 last = [x for x in results if x.size] + (last if joins else [])
                 if name in jaxprs.SUMS and not joins:
-                    here = _here(token, [x for x in tied if x.size])
+                    here = _here(token, [x for x in operands if x.size])
             elif name == "pvary":
                 results = values
-            elif name in _OPENED and exchanges:
+            elif name in _OPENED and exchanges and tied:
                 token = lax.select(here, token, jnp.ones_like(token))
-                results, token = _inside(eqn, values, token)
+                results, token = _inside(eqn, values, token, tied)
                 last = []
             elif name in _OPENED:
-                results, _ = _inside(eqn, values, token)
+                results, _ = _inside(eqn, values, token, tied)
             elif product:
                 results = [weight_products.transposed(product, values)]
             elif exchanges:
@@ -165,15 +178,15 @@ def _chain(jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array) -> 
         env.update(zip(eqn.outvars, results, strict=True))
         if sums is not None and (exchanges or not apart):
             sums.update(eqn.outvars)
-    token = lax.select(_here(token, last), token, jnp.ones_like(token))
+    if tied:
+        token = lax.select(_here(token, last), token, jnp.ones_like(token))
     return jaxprs.read(env, jaxpr.jaxpr.outvars), token
 
 
 def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Runs a collective.
+    """Runs a collective; variants for invariant results as the plain one.
 
-    Variants for invariant results run as the plain collective, because values are not
-    typed by the axes over which they vary.
+    Values are not typed by the axes over which they vary.
     """
     params = eqn.params
     if eqn.primitive.name == "psum_invariant":
@@ -185,23 +198,21 @@ def _collective(eqn: Any, values: Sequence[jax.Array]) -> list[jax.Array]:
     return jaxprs.bind(eqn, values)
 
 
-def _inside(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
+def _inside(eqn: Any, values: Sequence[Any], token: jax.Array, tied: bool) -> Results:
     if eqn.primitive.name == "remat2":
-        return _remat(eqn, values, token)
+        return _remat(eqn, values, token, tied)
     if eqn.primitive.name in jaxprs.CALLS:
-        return _chain(jaxprs.inner_jaxpr(eqn), values, token)
-    return _turn(_chain, eqn, values, token)
+        return _chain(jaxprs.inner_jaxpr(eqn), values, token, tied)
+    return run_inside(_chain, eqn, values, token)
 
 
-def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
-    """Rebuilds a ``jax.checkpoint`` equation around the chain.
-
-    XLA would merge an inlined recomputation with the original computation.
-    """
+def _remat(eqn: Any, values: Sequence[Any], token: jax.Array, tied: bool) -> Results:
+    """Rebuilds a ``jax.checkpoint`` equation: XLA would merge an inlined one."""
     inputs = [*values, token]
 
     def run(*inputs: Any) -> list[Any]:
-        results, token = _chain(jaxprs.inner_jaxpr(eqn), inputs[:-1], inputs[-1])
+        inner = jaxprs.inner_jaxpr(eqn)
+        results, token = _chain(inner, inputs[:-1], inputs[-1], tied)
         return [*results, token]
 
     traced = jax.make_jaxpr(run)(*inputs)
@@ -214,14 +225,25 @@ def _remat(eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
 # Outside shard_map: one thunk sequence at a time.
 
 
+def _has_sequence(eqn: Any) -> bool:
+    """Returns whether an operation may have collectives in a sequence of its own."""
+    inside = eqn.primitive.name == "shard_map" and has_inner(eqn.params["jaxpr"])
+    return inside or eqn.primitive.name in LOOPS_AND_BRANCHES
+
+
 def _take_turns(
-    jaxpr: core.ClosedJaxpr, inputs: Sequence[Any], token: jax.Array
+    jaxpr: core.ClosedJaxpr,
+    inputs: Sequence[Any],
+    token: jax.Array,
+    tied: bool | None = None,
 ) -> Results:
-    """Runs a jaxpr on global values, one thunk sequence at a time."""
+    """Runs a jaxpr on global values; if ``tied``, one thunk sequence at a time."""
     calls = [e for e in jaxpr.jaxpr.eqns if e.primitive.name in jaxprs.CALLS]
     if jaxprs.find(calls, _SEQUENCES):
         jaxpr = jaxprs.flat_jaxpr(jaxpr, inputs)
     jaxpr = jaxprs.without_unused(jaxpr)  # the token would keep dead collectives alive
+    if tied is None:
+        tied = any(map(_has_sequence, jaxpr.jaxpr.eqns))
     env = jaxprs.environment(jaxpr, inputs)
     outputs = jaxpr.jaxpr.outvars
     left = dict(enumerate(jaxpr.jaxpr.eqns))
@@ -248,8 +270,10 @@ def _take_turns(
                 chain = lambda token, *values, j=inner: _chain(j, values, token)
                 results, token = jaxprs.shard_map_again(eqn, chain)(token, *values)
             else:
-                results, token = _turn(_take_turns, eqn, values, token)
+                results, token = run_inside(_take_turns, eqn, values, token)
         env.update(zip(eqn.outvars, results, strict=True))
+        if not tied:
+            continue
         # All later operations wait, and so do the collectives that the partitioner
         # makes of them: all elements, because only some devices hold the first one.
         later = jaxprs.read_by(left.values()).union(jaxprs.variables(outputs))
@@ -258,68 +282,3 @@ def _take_turns(
                 env[v] = _select(token == 0, env[v])
     jaxprs.evaluate(left.values(), env)
     return jaxprs.read(env, outputs), token
-
-
-# Shared by both.
-
-Run = Callable[[core.ClosedJaxpr, Sequence[Any], jax.Array], Results]
-
-
-def _turn(run: Run, eqn: Any, values: Sequence[Any], token: jax.Array) -> Results:
-    """Runs a loop or branch that carries the token; ``run`` runs its inner jaxprs."""
-    params = eqn.params
-    if eqn.primitive.name == "cond":
-        branches = [
-            lambda values, token, i=i, inner=inner: _passed_on(
-                run(inner, values, token), i
-            )
-            for i, inner in enumerate(params["branches"])
-        ]
-        return lax.switch(values[0], branches, values[1:], token)
-    if eqn.primitive.name == "scan":
-        num_consts, num_carry = jaxprs.scan_sizes(eqn)
-        consts, values = values[:num_consts], values[num_consts:]
-
-        def step(state: Any, slices: list[Any]) -> tuple[Any, list[Any]]:
-            carry, token = state
-            inputs = [*consts, *carry, *slices]
-            results, token = _passed_on(run(params["jaxpr"], inputs, token))
-            return (results[:num_carry], token), results[num_carry:]
-
-        static = {key: params[key] for key in ("length", "reverse", "unroll")}
-        state = (list(values[:num_carry]), token)
-        (carry, token), ys = lax.scan(step, state, list(values[num_carry:]), **static)
-        return [*carry, *ys], token
-    goes_on_jaxpr, body_jaxpr, first, second = jaxprs.while_parts(eqn)
-    cond_consts, body_consts = values[:first], values[first:][:second]
-
-    def goes_on(state: Any) -> jax.Array:
-        (predicate,), _ = run(goes_on_jaxpr, [*cond_consts, *state[0]], state[1])
-        return predicate
-
-    def body(state: Any) -> Any:
-        inputs = [*body_consts, *state[0]]
-        values, token = _passed_on(run(body_jaxpr, inputs, state[1]))
-        # Under vmap, the loop of each example ends at its own iteration.
-        if batched:
-            left = goes_on(state)
-            values = [
-                jnp.where(jnp.expand_dims(left, range(left.ndim, new.ndim)), new, old)
-                for new, old in zip(values, state[0], strict=True)
-            ]
-        return values, token
-
-    batched = goes_on_jaxpr.out_avals[0].shape
-    any_goes_on = (lambda state: jnp.any(goes_on(state))) if batched else goes_on
-    return lax.while_loop(any_goes_on, body, (list(values[first + second :]), token))
-
-
-def _passed_on(results: Results, branch: int = 0) -> Results:
-    """Returns results of a loop or branch, with a token that it seems to change.
-
-    Without a change, the compiler could pass the token around the loop. Each branch
-    makes a different change, because XLA moves operations that all branches share out
-    of the conditional.
-    """
-    values, token = results
-    return values, lax.select(token == 0, token, token + (1 + branch))

@@ -22,6 +22,9 @@ _ONE_COLLECTIVE = 1 << 36
 # into their stacks, unless the copies wait for it. Before 0.11 it starts early by
 # itself, and hides more with one collective in flight.
 GATHERS_LATE = jax.__version_info__ >= (0, 11)
+# Whether XLA:CPU obeys barriers. Before 0.11 it merges a backward's gathers with the
+# forward's, and keeps full gradients for scatters at the end.
+BARRIERS_HOLD_ON_CPUS = jax.__version_info__ >= (0, 11)
 
 # The value and reason of each option, by XLA's name.
 OPTIONS: dict[str, tuple[bool | int | str, str]] = {

@@ -22,6 +22,7 @@ import jshard
 from filled import filled
 from jshard.models.gpt import GPT, GPTConfig, generate
 from jshard.sharding.cpu.order import in_order
+from jshard.system.compat.xla_options import BARRIERS_HOLD_ON_CPUS
 from order import exchanging, unordered
 from stress import Cell, check
 
@@ -325,6 +326,28 @@ def test_programs_of_many_sums_stay_small():
         return compiled.as_text().count("\n")
 
     assert lines(in_order(run)) < 4 * lines(run)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_collectives_are_tied_only_around_loops_that_have_some(loop):
+    spec = PartitionSpec("x")
+
+    def sums(step, x):
+        y = lax.psum(x, "x")
+        if loop:
+            y, _ = lax.scan(lambda y, _: (lax.pmax(y * x, "x"), None), y, length=2)
+        return lax.psum(y * x * step, "x")
+
+    everywhere = PartitionSpec()
+    run = jax.shard_map(
+        sums, mesh=MESH, in_specs=(everywhere, spec), out_specs=everywhere
+    )
+    program = str(
+        jax.make_jaxpr(in_order(lambda step, x: run(step, x) + x))(1, jnp.ones(8))
+    )
+    inside, after = program.split("psum", 1)[0], program.rsplit("out_specs", 1)[1]
+    assert ("dynamic_update_slice" in inside) == (loop or not BARRIERS_HOLD_ON_CPUS)
+    assert ("select_n" in after) == loop  # what reads the results of shard_map
 
 
 def test_in_order_needs_an_integer():
