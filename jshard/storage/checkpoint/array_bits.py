@@ -4,10 +4,14 @@ Checksums of files end where a file is read. From there an array goes through th
 memory and over a bus, so a save records what the devices had, and a restore compares it
 with what they have then, on any mesh: a hash does not depend on how an array is split
 or padded.
+
+It is the sum of an array's words of up to 32 bits, each times twice its place plus one,
+modulo 2**64. One flipped bit, and any two, always change it.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.sharding.layout.memory_kinds import on_host as in_host_memory
 from jshard.sharding.settings.mesh import names_of, platform
-from jshard.sharding.step.replay.bits import (
-    WORDS,
-    hash_part,
-    joined,
-    on_host,
-    spec_of,
-    words_of,
-    words_on_host,
-)
+from jshard.sharding.step.replay.bits import on_host, spec_of, words_of
 from jshard.storage.checkpoint.buckets.arrays import shown
+from jshard.storage.checkpoint.manifest import THREADS
 from jshard.storage.checkpoint.metadata import BITS
 from jshard.system.errors import UserError, some_of
-
-_AT_ONCE = 1 << 18  # elements that NumPy hashes, in the cache
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -54,16 +49,14 @@ def hashes_of(
     if mesh is None:
         return {}
     there = {name: _numbers(x) for name, x in arrays.items() if _mesh_of(x) == mesh}
-    exact = [
-        (*shapes[name], *x.shape[len(shapes[name]) :]) for name, x in there.items()
-    ]
+    exact = [(*shapes[k], *x.shape[len(shapes[k]) :]) for k, x in there.items()]
     parts = _parts(mesh, [*there.values()], tuple(exact))
     found = {}
     for name, x, of_devices in zip(there, there.values(), parts, strict=True):
         first = _first_copies(mesh, x.sharding, x.shape)
-        total = of_devices[sorted({*first})].sum(axis=0, dtype=np.uint32)
         same = np.array_equal(of_devices, of_devices[first])
-        found[name] = "".join(f"{word:08x}" for word in total.tolist()) if same else ""
+        total = of_devices[sorted({*first})].sum(dtype=np.uint64)
+        found[name] = f"{total:016x}" if same else ""
     return found
 
 
@@ -135,43 +128,25 @@ def _numbers(x: jax.Array) -> jax.Array:
 
 
 def _parts(mesh: Mesh, arrays: Sequence[jax.Array], shapes: Shapes) -> np.ndarray:
-    """Returns the parts of hashes: uint32 (arrays, devices, 2), on all processes.
+    """Returns the parts of hashes: uint64 (arrays, devices), on all processes.
 
     Devices compute them. CPUs do it with NumPy, which need not be compiled.
     """
-    specs = tuple(map(spec_of, arrays))
-    if platform(mesh) != "cpu":
-        words = _program(mesh, specs, shapes)(*arrays)
+    if platform(mesh) == "cpu":
+        words = _with_numpy(mesh, arrays, shapes)
     else:
-        rows = {device: [] for device in mesh.local_devices}
-        for x, exact in zip(arrays, shapes, strict=True):
-            for shard in x.addressable_shards:
-                starts = [part.start or 0 for part in shard.index or ()]
-                part = _with_numpy(np.asarray(shard.data), starts, exact)
-                rows[shard.device].append(part)
-        split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        own = [jax.device_put(np.reshape(x, (1, -1)), d) for d, x in rows.items()]
-        shape = (mesh.size, len(arrays) * WORDS)
-        words = jax.make_array_from_single_device_arrays(shape, split, own)
-    return on_host(words).reshape(mesh.size, len(arrays), WORDS).swapaxes(0, 1)
-
-
-def _with_numpy(x: np.ndarray, starts: list[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Returns a shard's part of a hash, a cache's content at a time."""
-    if x.size <= _AT_ONCE:
-        return hash_part(words_on_host(x), starts, shape, np)
-    axis = int(np.argmax(x.shape))
-    halves, begins = np.array_split(x, 2, axis), [*starts]
-    begins[axis] += halves[0].shape[axis]
-    return _with_numpy(halves[0], starts, shape) + _with_numpy(halves[1], begins, shape)
+        with jax.enable_x64(True):
+            words = _program(mesh, tuple(map(spec_of, arrays)), shapes)(*arrays)
+    return on_host(words).view(np.uint64).T
 
 
 @functools.lru_cache(maxsize=8)
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: Shapes) -> Any:
-    """Returns a program from arrays to the parts of their hashes: (devices, words)."""
+    """Returns a program from arrays to uint32 (devices, 2 arrays), as JAX keeps it."""
 
     def local(*shards: jax.Array) -> jax.Array:
-        return joined(list(map(_part, shards, specs, shapes)))
+        parts = jnp.stack(list(map(_part, shards, specs, shapes)))
+        return lax.bitcast_convert_type(parts, jnp.uint32).reshape(1, -1)
 
     everywhere = PartitionSpec(mesh.axis_names)
     return jax.jit(
@@ -182,11 +157,69 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shapes: Shapes) -> An
 
 
 def _part(shard: jax.Array, spec: PartitionSpec, shape: tuple[int, ...]) -> jax.Array:
-    starts: list[Any] = [0] * shard.ndim
-    for dim, names in enumerate(spec):
-        if axes := names_of(names):
-            starts[dim] = lax.axis_index(axes) * shard.shape[dim]
-    return hash_part(words_of(shard), starts, shape)
+    words = words_of(shard).astype(jnp.uint64)
+    axes = [names_of(names) for names in (*spec, *[None] * words.ndim)]
+    shape = (*shape, *words.shape[len(shape) :])  # with the words of an element
+    places, inside = jnp.uint64(0), True
+    for dim, size in enumerate(shape):
+        place = lax.broadcasted_iota(jnp.uint64, words.shape, dim)
+        if axes[dim]:
+            first = lax.axis_index(axes[dim]) * words.shape[dim]
+            place += first.astype(jnp.uint64)
+        places = places * np.uint64(size) + place
+        inside &= place < np.uint64(size)
+    weighted = words * (places * np.uint64(2) + np.uint64(1))
+    return jnp.sum(jnp.where(inside, weighted, np.uint64(0)))
+
+
+def _with_numpy(mesh: Mesh, arrays: Sequence[jax.Array], shapes: Shapes) -> jax.Array:
+    """Returns what ``_program`` computes."""
+
+    def part(device: Any, of_array: int) -> int:
+        shards = arrays[of_array].addressable_shards
+        shard = next(shard for shard in shards if shard.device == device)
+        starts = [index.start or 0 for index in shard.index]
+        return _part_with_numpy(np.asarray(shard.data), starts, shapes[of_array])
+
+    rows = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for device in mesh.local_devices:
+            parts = pool.map(functools.partial(part, device), range(len(arrays)))
+            row = np.array([*parts], np.uint64).view(np.uint32)
+            rows.append(jax.device_put(row[None], device))
+    return jax.make_array_from_single_device_arrays(
+        (mesh.size, 2 * len(arrays)),
+        NamedSharding(mesh, PartitionSpec(mesh.axis_names)),
+        rows,
+    )
+
+
+def _part_with_numpy(
+    x: np.ndarray, starts: Sequence[int], shape: tuple[int, ...]
+) -> int:
+    """Returns what ``_part`` computes of a shard, by sums of its rows and columns."""
+    if not shape:
+        x, starts, shape = x.reshape(1), (0,), (1,)
+    ends = np.subtract(shape, starts)
+    x = np.ascontiguousarray(x[tuple(slice(0, max(0, end)) for end in ends.tolist())])
+    if not x.size:
+        return 0
+    words = x.view(f"uint{8 * min(x.dtype.itemsize, 4)}")
+    words = words.reshape(-1, words.shape[-1])
+    if (bits := jax.dtypes.itemsize_bits(x.dtype)) < 8:
+        words = words & np.uint8(2**bits - 1)
+    places = np.zeros(1, np.uint64)  # of rows
+    for length, start, size in zip(x.shape[:-1], starts, shape, strict=False):
+        along = np.arange(start, start + length, dtype=np.uint64)
+        places = (places[:, None] * np.uint64(size) + along).ravel()
+    of_element = words.shape[1] // x.shape[-1]
+    first = starts[-1] * of_element
+    columns = np.arange(first, first + words.shape[1], dtype=np.uint64)
+    of_rows = words.sum(axis=1, dtype=np.uint64)
+    of_columns = words.sum(axis=0, dtype=np.uint64)
+    weighted = int((places * of_rows).sum(dtype=np.uint64)) * shape[-1] * of_element
+    weighted += int((columns * of_columns).sum(dtype=np.uint64))
+    return (2 * weighted + int(of_rows.sum(dtype=np.uint64))) % 2**64
 
 
 def _differing(one: jax.Array, other: jax.Array) -> list[str]:

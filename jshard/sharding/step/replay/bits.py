@@ -31,42 +31,11 @@ def hash_bits(x: jax.Array, layers: int = 0) -> jax.Array:
     """
     words = words_of(x).reshape(*x.shape[:layers], -1)
     places = lax.broadcasted_iota(jnp.uint32, words.shape, layers)
-    return _summed(words, places, -1)
-
-
-def hash_part(
-    words: Any, starts: Sequence[Any], shape: Sequence[int], xp: Any = jnp
-) -> Any:
-    """Returns the part of an array's hash that is of one device's shard: uint32 (2,).
-
-    The parts of all shards add up to ``hash_bits`` of the array, however it is split.
-
-    Args:
-      words: the bits of the shard, as ``words_of`` or ``words_on_host``.
-      starts: where it begins in the array, along each dimension.
-      shape: the array's; what the shard has beyond it is padding, and does not count.
-      xp: NumPy for words on the host.
-    """
-    words = words.reshape(words.shape or (1,))
-    inner = words.shape[len(shape) :]  # of an element
-    starts, shape = [*starts, *(0 for _ in inner)], (*shape, *inner)
-    places, inside = xp.zeros((1,) * words.ndim, np.uint32), True
-    for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
-        place = xp.arange(words.shape[axis], dtype=np.uint32) + xp.uint32(start)
-        place = xp.expand_dims(place, [i for i in range(words.ndim) if i != axis])
-        places = places * np.uint32(size % 2**32) + place
-        inside = inside & (place < np.uint32(min(size, 2**32 - 1)))
-    return _summed(words, places, None, inside, xp)
-
-
-def _summed(
-    words: Any, places: Any, axis: int | None, where: Any = True, xp: Any = jnp
-) -> Any:
-    hashes = []
-    for step, first in np.array(_NUMBERED, np.uint32):
-        mixed = xp.where(where, _mixed(words ^ (places * step + first)), np.uint32(0))
-        hashes.append(xp.sum(mixed, axis=axis, dtype=np.uint32))
-    return xp.stack(hashes, axis=-1)
+    hashes = [
+        jnp.sum(_mixed(words ^ (places * step + first)), axis=-1, dtype=jnp.uint32)
+        for step, first in np.array(_NUMBERED, np.uint32)
+    ]
+    return jnp.stack(hashes, axis=-1)
 
 
 def words_of(x: jax.Array) -> jax.Array:
@@ -77,17 +46,10 @@ def words_of(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    bits = jax.dtypes.itemsize_bits(x.dtype)
+    bits = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else None
+    bits = bits or jnp.finfo(x.dtype).bits
     kind = jnp.uint32 if bits >= 32 else jnp.dtype(f"uint{bits}")
     return lax.bitcast_convert_type(x, kind).astype(jnp.uint32)
-
-
-def words_on_host(x: np.ndarray) -> np.ndarray:
-    """Returns ``words_of`` an array on the host, with NumPy."""
-    size = x.dtype.itemsize
-    words = np.ascontiguousarray(x).view(f"uint{8 * min(size, 4)}").astype(np.uint32)
-    words &= np.uint32(2 ** min(jax.dtypes.itemsize_bits(x.dtype), 32) - 1)
-    return words.reshape((*x.shape, *{8: (2,), 16: (2, 2)}.get(size, ())))
 
 
 def _mixed(x: jax.Array) -> jax.Array:
