@@ -1,9 +1,7 @@
 """A restore compares the bits on the devices with those that were saved."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +20,12 @@ from checkpoints import (
     save_steps,
     trained,
 )
+from h100 import h100s
+from jshard.plan import compile_for
 from jshard.sharding.step.replay.bits import words_of
-from jshard.storage.checkpoint import array_bits, manifest, metadata, stored_arrays
+from jshard.storage.checkpoint import array_bits, manifest, metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
+from transfers import flipped, on_the_way
 
 STEP = 3
 NAMES = (
@@ -85,47 +86,6 @@ def test_a_save_records_the_same_hashes_on_any_mesh(saved, tmp_path):
     assert len({*of_one.values()}) == len(of_one) > 20
 
 
-Damage = Callable[[jax.Array], jax.Array]
-
-
-def flipped(rng: np.random.Generator, shape: Any) -> tuple[Damage, list[int]]:
-    """What flips one bit of an array of this exact shape, and on which device."""
-    where: list[int] = []
-
-    def damage(x: jax.Array) -> jax.Array:
-        shards = [np.array(shard.data) for shard in x.addressable_shards]
-        firsts = [[part.start or 0 for part in s.index] for s in x.addressable_shards]
-        inside = [shape - np.array(first, int) for first in firsts]
-        device = int(
-            rng.choice([i for i, left in enumerate(inside) if (left > 0).all()])
-        )
-        where.append(device)
-        values = shards[device][tuple(map(slice, inside[device]))]
-        element = tuple(map(rng.integers, values.shape))
-        bits = np.atleast_1d(values[element]).view(np.uint8)
-        bits[rng.integers(bits.size)] ^= 1 << int(rng.integers(8))
-        values[element] = bits.view(values.dtype)[0]
-        pairs = zip(shards, [s.device for s in x.addressable_shards], strict=True)
-        put = [jax.device_put(*pair) for pair in pairs]
-        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, put)
-
-    return damage, where
-
-
-def on_the_way(monkeypatch: Any, name: str, damage: Damage, times: int = 1) -> None:
-    """Damages an array between its file and the devices, the first times."""
-    load, left = stored_arrays.load, [times]
-
-    def loading(folder: Path, wanted: Any) -> dict[str, jax.Array]:
-        loaded = load(folder, wanted)
-        if name in loaded and left[0]:
-            left[0] -= 1
-            loaded[name] = damage(loaded[name])
-        return loaded
-
-    monkeypatch.setattr(stored_arrays, "load", loading)
-
-
 def found(folder: Path, fsdp: jshard.FSDP) -> str:
     abstract = fsdp.abstract_state(Model, OPTIMIZER)
     with pytest.raises(jshard.UserError) as error:
@@ -158,6 +118,20 @@ def test_a_bit_that_flips_on_the_way_to_a_device_is_found_and_named(
     check_equal(restored, state)
 
 
+@pytest.mark.slow
+def test_a_hundred_flips_are_all_found_and_named(saved, monkeypatch):
+    fsdp, rng = make_fsdp(2, 3), np.random.default_rng(0)
+    exact = metadata.exact_by_name(trained(fsdp))
+    names = [k for k, x in exact.items() if x.ndim and "key" not in str(x.dtype)]
+    for name in rng.choice(names, 100):
+        damage, where = flipped(rng, exact[name].shape)
+        with monkeypatch.context() as patched:
+            on_the_way(patched, name, damage)
+            said = found(saved, fsdp)
+        assert f": {name} has other bits on the devices than in its file" in said
+        assert said.endswith(f"to device {where[0]} (process 0)")
+
+
 def test_bits_that_were_other_ones_before_they_were_written_are_found(
     saved, monkeypatch
 ):
@@ -183,3 +157,18 @@ def test_a_checkpoint_without_hashes_is_read(state, saved, abstract, tmp_path):
     files = manifest.read(folder) | manifest.checksum(folder, metadata.FILE)
     manifest.write(folder, files)
     check_equal(Checkpointer(tmp_path).restore(abstract), at_step(state, STEP))
+
+
+@pytest.mark.h100
+def test_the_program_for_gpus_needs_no_memory():
+    mesh = h100s(8)
+    sharding = NamedSharding(mesh.abstract_mesh, PartitionSpec(None, "fsdp"))
+    x = jax.ShapeDtypeStruct((32, 4096, 4096), jnp.bfloat16, sharding=sharding)
+    with jax.enable_x64(True):
+        program = array_bits._program(
+            mesh.abstract_mesh, (sharding.spec,), ((32, 4090, 4096),)
+        )
+        compiled = compile_for(mesh, program.trace(x))
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1 << 20
