@@ -6,7 +6,8 @@ with what they have then, on any mesh: a hash does not depend on how an array is
 or padded.
 
 It is the sum of an array's words of up to 32 bits, each times twice its place plus one,
-modulo 2**64. One flipped bit, and any two, always change it.
+modulo 2**64. One flipped bit always changes it, and so do any two of fewer than 2**31
+words.
 """
 
 import functools
@@ -22,6 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.sharding.layout.memory_kinds import on_host as in_host_memory
+from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.mesh import names_of, platform
 from jshard.sharding.step.replay.bits import on_host, spec_of, words_of
 from jshard.storage.checkpoint.buckets.arrays import shown
@@ -32,6 +34,7 @@ from jshard.system.errors import UserError, some_of
 Shapes = tuple[tuple[int, ...], ...]
 
 
+@own_mesh()
 def hashes_of(
     arrays: Mapping[str, jax.Array], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, str]:

@@ -73,6 +73,9 @@ def test_numpy_and_compiled_programs_have_the_same_hashes(monkeypatch):
     with_numpy = array_bits.hashes_of(arrays, shapes)
     monkeypatch.setattr(array_bits, "platform", lambda mesh: "gpu")
     assert with_numpy == array_bits.hashes_of(arrays, shapes)
+    kinds = (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((8,), ("a",), axis_types=kinds)):
+        assert with_numpy == array_bits.hashes_of(arrays, shapes)
     assert len({*with_numpy.values()}) == 3
 
 
