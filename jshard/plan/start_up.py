@@ -38,8 +38,10 @@ from jshard.sharding.settings.scopes import (
 )
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
+from jshard.sharding.step.program.deterministic import check_deterministic
 from jshard.sharding.units.model import make_units
 from jshard.system.compat.jaxprs import axes_of, groups_of, scopes_of
+from jshard.system.compat.xla_options import is_deterministic
 from jshard.system.errors import some_of
 from jshard.system.formatting import format_bytes
 
@@ -242,6 +244,8 @@ def describe(
         lines.append(("attention", ", and ".join(kernels)))
     if policy.multiplies_in_float8():
         lines.append(("float8", _float8(jaxpr)))
+    if is_deterministic(fsdp.compiler_options):
+        lines.append(("deterministic", check_deterministic(jaxpr, device, mesh.size)))
     lines += placed(model, state, layout)
     norms = [
         ".".join(map(str, path))

@@ -22,6 +22,7 @@ from jshard.sharding.settings import mesh as meshes
 from jshard.sharding.settings.policy import Policy
 from jshard.sharding.settings.state import Step, TrainState
 from jshard.sharding.step.fsdp import FSDP
+from jshard.system.compat import xla_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,8 @@ def make_job(
     """
     recipe, config = configured.recipe, configured.config
     options = parse_options(configured.settings.compiler_options)
+    if configured.settings.deterministic:
+        options = xla_options.deterministic(options)
     fsdp = FSDP(
         mesh,
         policy or configured.policy,

@@ -13,6 +13,7 @@ from jshard.recipe.load import open_recipe
 from jshard.recipe.make_config import make_config, pin_words, read_keys
 from jshard.recipe.schedule.epochs import set_epochs, take_epochs
 from jshard.system.cli.machine.platform import (
+    add_in_order,
     cache_compilations,
     choose_platform,
     limit_collectives,
@@ -51,6 +52,8 @@ def train(
         settings = configure(recipe, config).settings
         make_cpu_devices(settings.mesh.cpu_devices)
         limit_collectives(settings.watch.limit)
+        if settings.deterministic:
+            add_in_order()
         several = len(set(peers.hosts)) > 1
         shared = folder if several and bucket is None else None
         first = peers.hosts.index(peers.hosts[peers.index])  # process of this host

@@ -21,7 +21,9 @@ from jshard.system.errors import UserError
 from jshard.system.jobs.peers import Peers
 
 # Keys and groups on which a step's memory depends.
-_OF_STEP = ("model", "batch_size", "policy", "optimizer", "compiler_options")
+_OF_STEP = (
+    "model", "batch_size", "policy", "optimizer", "compiler_options", "deterministic",
+)  # fmt: skip
 
 
 def make_fitted_job(

@@ -83,6 +83,7 @@ def _verdict(plan: Plan) -> str:
 def options(plan: Plan) -> list[tuple[str, object, str]]:
     """Returns (name, value, reason) of each XLA option."""
     known = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
+    known |= xla_options.DETERMINISTIC
     other = (None, "asked for by config.compiler_options")
     return [
         (name, value, known.get(name, other)[1]) for name, value in plan.options.items()

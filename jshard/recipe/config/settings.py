@@ -221,6 +221,11 @@ class RunSettings:
     seed: int = knob(
         0, "seed of initial values, dropout and data order", at_least=0, at_most=_SEED
     )
+    deterministic: bool = knob(
+        False,
+        "whether the same run has the same bits each time, on GPUs, too, where that "
+        "takes slower operations",
+    )
     log_every: int = knob(10, "steps between two printed lines of metrics", at_least=1)
     eval_every: int = knob(0, "steps between two evaluations; 0 is never", at_least=0)
     eval_batches: int = knob(

@@ -20,6 +20,7 @@ import jax
 from jshard.sharding.settings.callers_mesh import own_mesh
 from jshard.sharding.settings.state import TrainState, check_kept
 from jshard.storage.checkpoint import frozen, metadata
+from jshard.storage.checkpoint.array_bits import hashes_of
 from jshard.storage.checkpoint.buckets.arrays import shown
 from jshard.storage.checkpoint.buckets.mirror import temporary_folder
 from jshard.storage.checkpoint.buckets.objects import Overtaken
@@ -269,6 +270,11 @@ def _described(
         if isinstance(frozen_from, Path):
             frozen_from = shown(frozen_from.absolute())  # of a copy, the URL
         content = frozen.left_out(content, frozen_from, sums)
+    content, described = {"step": int(state.step), **content}, content["arrays"]
     arrays = metadata.arrays_by_name(state)
-    content = {"step": int(state.step), **content}
-    return content, {name: arrays[name] for name in content["arrays"]}
+    arrays = {name: arrays[name] for name in described}
+    shapes = {name: entry["shape"] for name, entry in described.items()}
+    for name, bits in hashes_of(arrays, shapes).items():
+        if bits:  # copies that differ are watch.replicas' concern
+            described[name][metadata.BITS] = bits
+    return content, arrays

@@ -23,7 +23,7 @@ from jshard.system.files.untrusted import path_inside, read_json
 FILE = "manifest.json"
 FORMAT = 1  # of a step's folder; incremented when an older jshard could not read it
 
-_THREADS = min(8, os.cpu_count() or 1)  # hashing releases the GIL
+THREADS = min(8, os.cpu_count() or 1)  # hashing releases the GIL
 
 
 class ManifestError(Exception):
@@ -173,7 +173,7 @@ def _share(sizes: dict[str, int], index: int, count: int) -> list[str]:
 
 
 def _hash(folder: Path, names: list[str]) -> dict[str, Any]:
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         hashes = pool.map(lambda name: _hash_file(folder / name), names)
         return dict(zip(names, hashes, strict=True))
 

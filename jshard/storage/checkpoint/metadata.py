@@ -26,14 +26,16 @@ from jshard.sharding.layout.values.random_streams import is_random
 from jshard.sharding.layout.variables import array_name, is_variable
 from jshard.sharding.settings.state import TrainState
 from jshard.sharding.units.modules import Stack
+from jshard.storage.checkpoint.buckets.arrays import shown
 from jshard.system.cli.paths import path_problem
 from jshard.system.compat.versions import versions
-from jshard.system.errors import UserError
+from jshard.system.errors import UserError, some_of, warn
 from jshard.system.files.atomic import replace_file
 from jshard.system.files.untrusted import read_json
 
 FILE = "description.json"
 FROZEN_FROM = "frozen_from"  # where the parameters are that the checkpoint leaves out
+BITS = "bits"  # the hash of an array's bits, as the devices had it
 STORED_SHAPE = "stored_shape"  # of an array that is stored with its padding
 
 _DICTS = ("versions", "mesh", "metrics", "config", "arrays")
@@ -171,6 +173,37 @@ def read(folder: Path) -> dict[str, Any]:
     raise UserError(f"checkpoint {folder} is damaged: {why}")
 
 
+def check_wanted(
+    folder: Path, wanted: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Compares names, shapes and dtypes; warns about floating-point conversions."""
+    problems = []
+    if missing := sorted(wanted.keys() - stored.keys()):
+        problems.append(f"it lacks {some_of(missing)}")
+    if unexpected := sorted(stored.keys() - wanted.keys()):
+        problems.append(f"it has unexpected {some_of(unexpected)}")
+    casts: dict[tuple[str, str], int] = {}
+    for name in sorted(wanted.keys() & stored.keys()):
+        shape, dtype = wanted[name].shape, str(wanted[name].dtype)
+        stored_shape, stored_dtype = tuple(stored[name]["shape"]), stored[name]["dtype"]
+        if stored_shape != shape:
+            problems.append(f"{name} has shape {stored_shape}, not {shape}")
+        elif stored_dtype != dtype:
+            if not ("float" in stored_dtype and "float" in dtype):
+                problems.append(f"{name} has dtype {stored_dtype}, not {dtype}")
+            casts[stored_dtype, dtype] = casts.get((stored_dtype, dtype), 0) + 1
+    if problems:
+        raise UserError(
+            f"checkpoint {shown(folder)} is of another model or optimizer: "
+            f"{some_of(problems, '; ')}"
+        )
+    for (stored_dtype, dtype), count in casts.items():
+        warn(
+            f"{count} arrays of checkpoint {shown(folder)} are read as {dtype}, "
+            f"saved as {stored_dtype}"
+        )
+
+
 def itemsize(dtype: str) -> int:
     """Returns the bytes of an element; those of a random key are two numbers.
 
@@ -248,6 +281,8 @@ def _layers(name: str, array: Any) -> int:
     expect(isinstance(random, bool), f"random {_shortened(random)}")
     if alpha is not None:
         _number(f"{name}.{ALPHA}", alpha)
+    bits = array.get(BITS, "")
+    expect(isinstance(bits, str), f"{BITS} {_shortened(bits)}")
     stabilized = array.get(STABILIZED)
     expect(stabilized in (None, False, True), f"{STABILIZED} {_shortened(stabilized)}")
     if (layers := array.get(LAYERS)) is not None:

@@ -18,7 +18,7 @@ from jshard.storage.checkpoint.step_folders import (
     find_steps,
     step_folder,
 )
-from jshard.storage.checkpoint.stored_arrays import ARRAYS, check, load
+from jshard.storage.checkpoint.stored_arrays import ARRAYS, load_checked
 from jshard.system.errors import UserError, some_of, warn
 
 PATIENCE = 30.0  # seconds, for network file systems that cache missing files
@@ -189,14 +189,16 @@ def restore_state(folder: Path, state: TrainState) -> TrainState:
 def _restore(folder: Path, about: dict[str, Any], state: TrainState) -> TrainState:
     arrays = metadata.arrays_by_name(state)
     if frozen.KEY not in about:
-        return metadata.replace_arrays(state, load(folder, arrays))
+        loaded = load_checked(folder, arrays, about["arrays"])
+        return metadata.replace_arrays(state, loaded)
     if not all(isinstance(x, jax.Array) for x in jax.tree.leaves(state.frozen)):
         raise UserError(
             f"checkpoint {folder} has the trained parameters alone: read the frozen "
             f"ones from {about[frozen.KEY]['path']} before it"
         )
     arrays = {name: x for name, x in arrays.items() if not frozen.is_frozen(name)}
-    state = metadata.replace_arrays(state, load(folder, arrays))
+    loaded = load_checked(folder, arrays, about["arrays"])
+    state = metadata.replace_arrays(state, loaded)
     frozen.check_unchanged(folder, about, state)
     return state
 
@@ -208,4 +210,4 @@ def check_fits(folder: Path, state: TrainState) -> None:
     wanted = metadata.exact_by_name(state)
     if frozen.KEY in about:
         wanted = {name: x for name, x in wanted.items() if not frozen.is_frozen(name)}
-    check(folder, wanted, arrays)
+    metadata.check_wanted(folder, wanted, arrays)

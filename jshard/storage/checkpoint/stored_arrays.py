@@ -16,10 +16,11 @@ from orbax.checkpoint import v1 as ocp
 from jshard.sharding.layout.values.random_streams import is_random
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata
+from jshard.storage.checkpoint.array_bits import check_bits
 from jshard.storage.checkpoint.buckets import arrays as bucket
 from jshard.storage.checkpoint.metadata import STORED_SHAPE
 from jshard.system.compat.orbax import database, open_array, open_in_database
-from jshard.system.errors import UserError, some_of, warn
+from jshard.system.errors import UserError, some_of
 
 ARRAYS = "state"  # Orbax's folder in a step's folder
 INDEX = "cache_pool#index"  # TensorStore's cache of where a database has its chunks
@@ -140,7 +141,7 @@ def load_parameters(
             )
             if isinstance(array, jax.Array):
                 array.delete()
-    loaded = load(folder, wanted)
+    loaded = load_checked(folder, wanted, dict(sources.values()))
     return {name: loaded[stored] for name, stored in stored_as.items()}
 
 
@@ -171,37 +172,6 @@ def open_stored(folder: Path, about: Mapping[str, Any], name: str, context: Any)
     return store[tuple(map(slice, described["shape"]))]
 
 
-def check(
-    folder: Path, wanted: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Compares names, shapes and dtypes; warns about floating-point conversions."""
-    problems = []
-    if missing := sorted(wanted.keys() - stored.keys()):
-        problems.append(f"it lacks {some_of(missing)}")
-    if unexpected := sorted(stored.keys() - wanted.keys()):
-        problems.append(f"it has unexpected {some_of(unexpected)}")
-    casts: dict[tuple[str, str], int] = {}
-    for name in sorted(wanted.keys() & stored.keys()):
-        shape, dtype = wanted[name].shape, str(wanted[name].dtype)
-        stored_shape, stored_dtype = tuple(stored[name]["shape"]), stored[name]["dtype"]
-        if stored_shape != shape:
-            problems.append(f"{name} has shape {stored_shape}, not {shape}")
-        elif stored_dtype != dtype:
-            if not ("float" in stored_dtype and "float" in dtype):
-                problems.append(f"{name} has dtype {stored_dtype}, not {dtype}")
-            casts[stored_dtype, dtype] = casts.get((stored_dtype, dtype), 0) + 1
-    if problems:
-        raise UserError(
-            f"checkpoint {bucket.shown(folder)} is of another model or optimizer: "
-            f"{some_of(problems, '; ')}"
-        )
-    for (stored_dtype, dtype), count in casts.items():
-        warn(
-            f"{count} arrays of checkpoint {bucket.shown(folder)} are read as {dtype}, "
-            f"saved as {stored_dtype}"
-        )
-
-
 def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Reads the ``wanted`` arrays by their stored names; each device its shards.
 
@@ -222,6 +192,20 @@ def load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
             return _load(bucket.database(step), wanted, 512 << 20)
     stored = database(folder / ARRAYS) | {"cache_pool": INDEX}
     return read_specs(folder, _zarr3(stored, wanted), wanted)
+
+
+def load_checked(
+    folder: Path, wanted: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
+) -> dict[str, jax.Array]:
+    """Reads like ``load``, and compares the bits on the devices with ``stored``.
+
+    Raises:
+      UserError: As ``load`` and ``check_bits``.
+    """
+    loaded = load(folder, wanted)
+    again = lambda name: load(folder, {name: wanted[name]})[name]
+    check_bits(folder, loaded, stored, again)
+    return loaded
 
 
 def _zarr3(stored: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

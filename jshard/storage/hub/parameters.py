@@ -19,11 +19,7 @@ from jshard.storage.checkpoint.orbax.folder import is_orbax, open_orbax
 from jshard.storage.checkpoint.orbax.matching import OrbaxMatch, match
 from jshard.storage.checkpoint.restore import find_step
 from jshard.storage.checkpoint.step_folders import CHECKPOINTS, find_steps
-from jshard.storage.checkpoint.stored_arrays import (
-    check,
-    load_parameters,
-    match_parameters,
-)
+from jshard.storage.checkpoint.stored_arrays import load_parameters, match_parameters
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.safetensors_read import (
     check_safetensors,
@@ -112,7 +108,7 @@ def find_parameters(
         )
     targets, sources = match_parameters(folder, state, optimizer)
     exact = metadata.exact_by_name(state)
-    check(
+    metadata.check_wanted(
         folder,
         {key: exact[name] for key, (name, _) in targets.items()},
         {key: entry for key, (_, entry) in sources.items()},

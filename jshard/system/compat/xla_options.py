@@ -86,6 +86,15 @@ FLOAT8_OPTIONS: dict[str, tuple[bool | int | str, str]] = {
         "weights, which have a scale each, and multiply in bfloat16",
     ),
 }
+# For the same bits each time, which cost some speed (docs/how_to/trust.md).
+DETERMINISTIC: dict[str, tuple[bool | int | str, str]] = {
+    "xla_gpu_deterministic_ops": (
+        True,
+        "adds up in one order: scatters are sorted first, cuDNN's backward of "
+        "attention and its convolutions take their deterministic algorithms, and no "
+        "kernel is chosen by a measurement, which may choose another one next time",
+    ),
+}
 # The fewest devices of a mesh for which an option is passed.
 LARGE_MESHES = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 16
@@ -116,6 +125,26 @@ def compiler_options(
         }
     values |= changes or {}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def deterministic(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the user's options and those of ``DETERMINISTIC``.
+
+    Raises:
+      UserError: The user's turn one of them off.
+    """
+    for name, (value, _) in DETERMINISTIC.items():
+        if changes.get(name, value) != value:
+            raise UserError(
+                f"deterministic=true sets {name}={value}, and compiler_options "
+                f"{name}={changes[name]}: leave one of the two out"
+            )
+    return {**changes, **{name: value for name, (value, _) in DETERMINISTIC.items()}}
+
+
+def is_deterministic(options: Mapping[str, Any]) -> bool:
+    """Returns whether options have all of ``DETERMINISTIC``."""
+    return all(options.get(name) == x for name, (x, _) in DETERMINISTIC.items())
 
 
 def check_options(options: Mapping[str, Any]) -> None:

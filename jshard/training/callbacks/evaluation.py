@@ -140,7 +140,7 @@ def prepare_evaluation(
         for size, examples in (first, *last_sizes(one, **sizes)):
             some = jax.tree.map(lambda x, n=size // parts: x[:n], rows)
             batch, step = fsdp.shard_batch(some), step_of(examples)
-            traced[name] = jax.eval_shape(step, run.abstract_state, batch)
+            traced[name] = step.eval_shape(run.abstract_state, batch)
     any_set = next(iter(traced.values()))
     own = {"": ("loss", *any_set.metrics, *(tasks.names if tasks else ()))}
     own |= {name: ("loss", *means.metrics) for name, means in traced.items() if name}

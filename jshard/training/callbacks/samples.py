@@ -116,7 +116,7 @@ def _prepare(run: PreparedRun, function: Callable, batch: Any) -> Callable:
 
     step = fsdp.predict_step(function)
     sharded = fsdp.shard_examples(jax.tree.map(fill_devices, batch))
-    jax.eval_shape(step, run.abstract_state, sharded)
+    step.eval_shape(run.abstract_state, sharded)
     return lambda state: step(state, sharded)
 
 

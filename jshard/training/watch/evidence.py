@@ -15,7 +15,6 @@ from jshard.sharding.step.replay.verdict import occurrences
 from jshard.system.errors import some_of
 from jshard.system.files.atomic import replace_file
 
-DETERMINISTIC = "XLA_FLAGS=--xla_gpu_deterministic_ops=true"
 _MOST = 1000  # hashes that are kept
 _MOST_BYTES = 2**20  # of a batch that is kept
 
@@ -59,7 +58,7 @@ def say_difference(step: int, found: Difference, devices: Devices) -> str:
         return (
             f"step {step}, computed {computed} times, has other bits even on the same "
             f"devices, {where}: its program is not deterministic, so that watch.replay "
-            f"cannot judge devices. On GPUs {DETERMINISTIC} makes XLA's operations "
+            "cannot judge devices. On GPUs deterministic=true makes XLA's operations "
             "so; a callback may draw random numbers"
         )
     if verdict.kind == "device":

@@ -30,6 +30,7 @@ from known_states import (
     save_steps,
 )
 from processes import Processes
+from transfers import flipped, on_the_way
 from troubled_saves import (
     check_trouble,
     full_disk,
@@ -96,6 +97,27 @@ def test_what_two_processes_saved_comes_back_in_one(mesh, saved):
 @pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (8, 1)], ids=str)
 def test_what_two_processes_saved_comes_back_in_two(mesh, saved, pair):
     assert pair.call(restore_step, saved, mesh) == [2, 2]
+
+
+def restore_with_a_flip(folder: Path) -> str:
+    """What is said of a bit that flips on the way to a device of process 1."""
+    damage, _ = flipped(np.random.default_rng(0), (4, 16, 16))
+    with pytest.MonkeyPatch.context() as patched:
+        if jax.process_index() == 1:
+            on_the_way(patched, "params.layers.linear.kernel", damage)
+        with pytest.raises(jshard.UserError) as error:
+            Checkpointer(folder).restore(abstract(1, 8))
+    return str(error.value)
+
+
+def test_a_bit_that_flips_on_the_way_to_one_process_ends_the_restore_on_both(
+    saved, pair
+):
+    said = pair.call(restore_with_a_flip, saved)
+    for text in said:
+        assert "params.layers.linear.kernel has other bits on the devices than" in text
+    assert "to device" not in said[0]
+    assert "(process 1)" in said[1]
 
 
 def test_what_one_process_saved_comes_back_in_two(pair, tmp_path):

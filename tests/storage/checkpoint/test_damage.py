@@ -22,7 +22,7 @@ from checkpoints import (
     flip_bit,
     make_fsdp,
 )
-from jshard.storage.checkpoint import manifest, metadata, stored_arrays
+from jshard.storage.checkpoint import manifest, metadata
 from jshard.storage.checkpoint.checkpointer import Checkpointer
 from jshard.storage.checkpoint.restore import find_damage
 from jshard.storage.hub.safetensors_read import check_safetensors
@@ -172,7 +172,7 @@ def test_thousands_of_differences_are_a_few_and_a_count(tmp_path, abstract):
     }
     lacking = {name: x for name, x in stored.items() if name != "params.0003"}
     with pytest.raises(jshard.UserError) as refused:
-        stored_arrays.check(tmp_path, wanted, lacking)
+        metadata.check_wanted(tmp_path, wanted, lacking)
     message = str(refused.value)
     assert len(message) < 1500
     assert "it lacks params.0003; it has unexpected opt_state.0000" in message
@@ -180,7 +180,7 @@ def test_thousands_of_differences_are_a_few_and_a_count(tmp_path, abstract):
     assert message.endswith(" and 4,993 more")
     names = {f"params.{i}": {"shape": [], "dtype": "int8"} for i in range(5000)}
     with pytest.raises(jshard.UserError, match=r" and 4,992 more$") as refused:
-        stored_arrays.check(tmp_path, {}, names)
+        metadata.check_wanted(tmp_path, {}, names)
     save_file({f"x{i}": np.zeros(1) for i in range(3000)}, tmp_path / "a.safetensors")
     with pytest.raises(jshard.UserError, match=r"; .* and 3,\d\d\d more$") as refused:
         check_safetensors(tmp_path / "a.safetensors", abstract)

@@ -43,7 +43,7 @@ def test_threads_follow_the_cores_up_to_a_limit(cores, hashing, copying, monkeyp
     """Hashes take a core each, and copies of shards half of the cores."""
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     found = {}
-    for name, variable in (("manifest", "_THREADS"), ("local.pieces", "THREADS")):
+    for name, variable in (("manifest", "THREADS"), ("local.pieces", "THREADS")):
         module = importlib.import_module(f"jshard.storage.checkpoint.{name}")
         spec = importlib.util.find_spec(module.__name__)
         assert spec is not None

@@ -11,7 +11,7 @@ import pytest
 import tensorstore
 
 from jshard.storage.checkpoint import frozen, stored_arrays
-from jshard.storage.checkpoint.stored_arrays import check
+from jshard.storage.checkpoint.metadata import check_wanted
 from jshard.system.errors import UserError
 
 
@@ -26,7 +26,7 @@ def stored(**dtypes: str) -> dict[str, Any]:
 def test_what_is_stored_in_another_precision_is_told_once_a_kind():
     found = stored(a="float32", b="float32", c="bfloat16", d="int32")
     with pytest.warns(UserWarning, match="are read as") as told:
-        check(
+        check_wanted(
             Path("x"), wanted(a="bfloat16", b="bfloat16", c="float32", d="int32"), found
         )
     assert [str(warning.message) for warning in told] == [
@@ -35,7 +35,7 @@ def test_what_is_stored_in_another_precision_is_told_once_a_kind():
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(Path("x"), wanted(a="float32"), stored(a="float32"))
+        check_wanted(Path("x"), wanted(a="float32"), stored(a="float32"))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_is_stored_in_another_precision_is_told_once_a_kind():
 )
 def test_another_kind_of_numbers_is_refused(there, here, said):
     with pytest.raises(UserError, match=f"of another model or optimizer: {said}$"):
-        check(Path("x"), wanted(**here), stored(**there))
+        check_wanted(Path("x"), wanted(**here), stored(**there))
 
 
 def test_arrays_are_stored_as_they_are_read():

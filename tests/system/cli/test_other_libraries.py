@@ -69,7 +69,7 @@ COMMON = {
         limit_val_batches limit_test_batches limit_predict_batches overfit_batches
         val_check_interval check_val_every_n_epoch num_sanity_val_steps
         log_every_n_steps enable_checkpointing enable_progress_bar enable_model_summary
-        accumulate_grad_batches gradient_clip_val gradient_clip_algorithm deterministic
+        accumulate_grad_batches gradient_clip_val gradient_clip_algorithm
         benchmark use_distributed_sampler profiler detect_anomaly barebones plugins
         sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir
         """,

@@ -14,7 +14,7 @@ from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.system.compat import xla_options
 
-GIVEN = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS
+GIVEN = xla_options.OPTIONS | xla_options.FLOAT8_OPTIONS | xla_options.DETERMINISTIC
 
 
 @pytest.mark.parametrize("name", GIVEN)
@@ -74,6 +74,20 @@ def test_a_config_sets_options_as_name_and_value():
         configured = configure(recipe, config)
         job = make_job(configured, make_mesh(configured.settings.mesh))
     assert job.fsdp.compiler_options == {"xla_cpu_enable_fast_math": True}
+
+
+def test_a_deterministic_run_compiles_its_steps_with_xlas_option_for_it():
+    option = "xla_gpu_deterministic_ops"
+    with open_recipe(find_recipe("gpt.py")) as recipe:
+        config = complete(recipe.get_config(), "gpt.py")
+        for chosen in (False, True):
+            config.deterministic = chosen
+            configured = configure(recipe, config)
+            job = make_job(configured, make_mesh(configured.settings.mesh))
+            assert (option in job.fsdp.compiler_options) == chosen
+        config.compiler_options = (f"{option}=False",)
+        with pytest.raises(jshard.UserError, match=f"sets {option}=True, and comp"):
+            make_job(configure(recipe, config), make_mesh(configured.settings.mesh))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def hash_bits(x: jax.Array, layers: int = 0) -> jax.Array:
       x: an array of any dtype, or of random keys.
       layers: how many leading dimensions have a hash for each entry.
     """
-    words = _words(x).reshape(*x.shape[:layers], -1)
+    words = words_of(x).reshape(*x.shape[:layers], -1)
     places = lax.broadcasted_iota(jnp.uint32, words.shape, layers)
     hashes = [
         jnp.sum(_mixed(words ^ (places * step + first)), axis=-1, dtype=jnp.uint32)
@@ -38,7 +38,7 @@ def hash_bits(x: jax.Array, layers: int = 0) -> jax.Array:
     return jnp.stack(hashes, axis=-1)
 
 
-def _words(x: jax.Array) -> jax.Array:
+def words_of(x: jax.Array) -> jax.Array:
     """Returns the bits of an array as uint32, of 64-bit numbers two for each."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

@@ -15,7 +15,7 @@ from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.orbax.folder import Keys, OrbaxCheckpoint
 from jshard.storage.checkpoint.orbax.tree import Part, Tree, differences, dotted
-from jshard.storage.checkpoint.stored_arrays import check, open_specs, read_specs
+from jshard.storage.checkpoint.stored_arrays import open_specs, read_specs
 from jshard.system.errors import UserError, some_of
 
 _LINEN = "params"  # Linen's collection, which its tree of parameters may be below
@@ -320,7 +320,7 @@ def _check_types(
         name: {"shape": list(x.shape), "dtype": x.dtype.name}
         for name, x in open_specs(checkpoint.path, specs).items()
     }
-    check(checkpoint.path, wanted, stored)
+    metadata.check_wanted(checkpoint.path, wanted, stored)
 
 
 def _without_key(x: Any) -> Any:

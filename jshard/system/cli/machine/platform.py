@@ -14,6 +14,7 @@ from jshard.system.compat.compilations import has_flags
 from jshard.system.compat.plugin_log import FAILED
 from jshard.system.errors import UserError, warn
 
+SUMS_IN_SWITCH = "NCCL_NVLS_ENABLE"
 TIMEOUT = "xla_gpu_nccl_termination_timeout_seconds"
 _XLA_CACHES = "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"
 _AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
@@ -125,6 +126,11 @@ def limit_collectives(stuck: float | None) -> None:
         return
     seconds = max(600, math.ceil(2 * (stuck or 0)))
     os.environ["XLA_FLAGS"] = f"{flags} --{TIMEOUT}={seconds}".strip()
+
+
+def add_in_order() -> None:
+    """Keeps NCCL from sums whose order is not known, unless the environment says so."""
+    os.environ.setdefault(SUMS_IN_SWITCH, "0")
 
 
 def cache_compilations(run: Path | None = None, *, writes: bool = True) -> None:

@@ -56,7 +56,7 @@ ignore_data_skip restore_callback_states_from_checkpoint -> none: a run goes on 
 it was
 use_cpu no_cuda use_mps_device -> JAX_PLATFORMS=cpu in the environment
 data_seed -> ~seed=N
-full_determinism -> none: runs are deterministic
+full_determinism -> ~deterministic=True
 bf16 -> ~policy.precision.compute=bfloat16
 fp16 -> ~policy.precision.compute=float16 ~policy.loss_scale=True
 bf16_full_eval fp16_full_eval -> none: evaluations compute as training does

@@ -27,7 +27,6 @@ callbacks -> none: on_step, on_evaluation and on_checkpoint of jshard.Trainer
 patience -> none: jshard.training.early_stopping, given to jshard.Trainer
 profiler -> ~profile.steps=FIRST:LAST
 detect_anomaly -> none: a loss that is not finite ends the run
-deterministic -> none: runs are deterministic
 sync_batchnorm -> none: batch statistics are those of all devices
 enable_progress_bar enable_model_summary benchmark use_distributed_sampler plugins \
 barebones reload_dataloaders_every_n_epochs model_registry save_last -> none
