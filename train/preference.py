@@ -130,6 +130,11 @@ def check(config):
             f"checkpoint.adapters={restored}: the reference would be the model without "
             "them: set preference.keep_reference=True for the model with them"
         )
+    elif not options.keep_reference and config.lora.modules_to_save:
+        raise jshard.UserError(
+            "lora.modules_to_save: the reference would have the modules as they are "
+            "trained: set preference.keep_reference=True"
+        )
 
 
 def make_model(config, rngs):
