@@ -39,6 +39,12 @@ def get_config() -> ConfigDict:
     config.policy = {"remat": "full", "precision": precision}
     # The model's own sequence length is the longest text that it was made for.
     config.data.sequence_length = Key(1024, "tokens per example", at_least=1)
+    config.model.neftune_alpha = Key(
+        0.0,
+        "noise on embeddings in training, uniform in +-X / sqrt(tokens of a row * "
+        "width) (NEFTune)",
+        at_least=0,
+    )
     config.sample = gpt.get_config().sample
     config.lora = {
         "rank": Key(16, "rank of the adapters; 0 trains the model itself", at_least=0),

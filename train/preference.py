@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
     }
     config.optimizer.learning_rate = finetune.rate_key(RATES)
     data = config.data
-    for key in gpt.loss_keys():
+    for key in (*gpt.loss_keys(), "neftune_alpha"):
         del config.model[key]
     of_texts = ("mixture", "text_key", "token_dtype", "pack", "train_on")
     for key in (*of_texts, "max_segments"):

@@ -206,6 +206,14 @@ class Policy(UnitPolicy):
         2000, "finite steps until the loss scale doubles", at_least=1, more="To 2**24."
     )
 
+    loss_scale_hysteresis: int = knob(
+        1,
+        "which overflow since the loss scale doubled is the first to halve it",
+        at_least=1,
+        more="Those before it skip a step and change nothing, as in DeepSpeed, where "
+        "it is 2.",
+    )
+
     min_shard_elements: int = knob(
         4096,
         "parameters (of one layer) with fewer elements are replicated",
