@@ -157,6 +157,14 @@ CASES = {
         FINETUNE,
         ALONE | ADAPTERS | {"lora.dora": True, "optimizer.decay_norms": True},
     ),
+    "PEFT, modules_to_save": Case(
+        trainer,
+        text,
+        FAST,
+        {"modules_to_save": ["lm_head", "norm"]},
+        FINETUNE,
+        ALONE | ADAPTERS | {"lora.modules_to_save": ("lm_head", "norm")},
+    ),
     "TRL SFT, chats": Case(
         of_trl("SFT"),
         chat,
@@ -238,13 +246,17 @@ def our_order(case: Case, folder: Path, tokenizer: Any) -> list[int]:
     return [int(text.partition("Row ")[2].partition(".")[0]) for text in texts]
 
 
+def as_words(keys: dict[str, Any]) -> list[str]:
+    """Returns keys as the command line has them."""
+    lists = {k: ",".join(v) for k, v in keys.items() if isinstance(v, tuple)}
+    return [f"{key}={value}" for key, value in (keys | lists).items()]
+
+
 def our_losses(case: Case, folder: Path) -> list[float]:
     """Returns the losses of our run, which is a command."""
     words = [sys.executable, "-m", "jshard.train", f"--config={case.recipe}"]
     words += [f"--workdir={folder / 'ours'}"]
-    for key, value in our_keys(case, folder).items():
-        given = ",".join(value) if isinstance(value, tuple) else value
-        words.append(f"--config.{key}={given}")
+    words += [f"--config.{key}" for key in as_words(our_keys(case, folder))]
     print(shlex.join(words), flush=True)
     env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
     env = os.environ | env
@@ -290,7 +302,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--steps", action="store_true", help="print all losses")
     args = parser.parse_args()
-    table = ["| peer | first loss | last | largest difference |", "|---|---|---|---|"]
+    table = ["| peer | first loss | last | largest difference | own keys |"]
+    table.append("|---|---|---|---|---|")
     for name in args.names or CASES:
         folder = Path(tempfile.mkdtemp())
         try:
@@ -301,7 +314,8 @@ def main() -> None:
             print(*(f"{a:.7f} {b:.7f} {b - a:+.1e}" for a, b in losses), sep="\n")
         most = max(abs(a - b) for a, b in losses)
         first, last = losses[0][0], losses[-1][0]
-        table.append(f"| {name} | {first:.4f} | {last:.4f} | {most:.1e} |")
+        own = f"`{'` `'.join(as_words(CASES[name].keys))}`"
+        table.append(f"| {name} | {first:.4f} | {last:.4f} | {most:.1e} | {own} |")
     print("\n".join(table))
 
 
