@@ -146,6 +146,10 @@ def of_trl(name: str) -> Callable[..., Any]:
 
 FINETUNE, PREFERENCE = "finetune.py", "preference.py"
 WHOLE = {"lora.rank": 0}
+WHOLE_TOO = {
+    "lora.modules_to_save": ("lm_head", "norm"),
+    "optimizer.learning_rate": 1e-3,
+}
 CASES = {
     "HF Trainer": Case(trainer, text, {}, None, FINETUNE, ALONE | WHOLE),
     "PEFT LoRA": Case(trainer, text, FAST, {}, FINETUNE, ALONE | ADAPTERS),
@@ -160,10 +164,10 @@ CASES = {
     "PEFT, modules_to_save": Case(
         trainer,
         text,
-        FAST,
+        {},
         {"modules_to_save": ["lm_head", "norm"]},
         FINETUNE,
-        ALONE | ADAPTERS | {"lora.modules_to_save": ("lm_head", "norm")},
+        ALONE | ADAPTERS | WHOLE_TOO,
     ),
     "TRL SFT, chats": Case(
         of_trl("SFT"),
