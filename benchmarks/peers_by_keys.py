@@ -39,8 +39,10 @@ WORDS = (
     "the model reads a row of words and learns which of them is the next one".split()
 )
 TEMPLATE = (
-    "{% for x in messages %}<|im_start|>{{ x['role'] }}\n{{ x['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for x in messages %}<|im_start|>{{ x['role'] }}\n{% if x['role'] == 'user' %}"
+    "{{ x['content'] }}<|im_end|>\n{% else %}{% generation %}{{ x['content'] }}"
+    "<|im_end|>\n{% endgeneration %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ("<|endoftext|>", "<pad>", "<|im_start|>", "<|im_end|>")
 
@@ -145,49 +147,68 @@ def of_trl(name: str) -> Callable[..., Any]:
 
 
 FINETUNE, PREFERENCE = "finetune.py", "preference.py"
-WHOLE = {"lora.rank": 0}
-WHOLE_TOO = {
-    "lora.modules_to_save": ("lm_head", "norm"),
-    "optimizer.learning_rate": 1e-3,
-}
+
+
+def of_texts(
+    rows: Any, theirs: dict[str, Any], keys: dict[str, Any], lora: Any = None
+) -> Case:
+    """Returns a run of the model itself, or with PEFT's arguments of adapters."""
+    make = trainer if rows is text else of_trl("SFT")
+    own = {"lora.rank": 0} if lora is None else ADAPTERS
+    theirs = theirs if lora is None or "learning_rate" in theirs else FAST | theirs
+    return Case(make, rows, theirs, lora, FINETUNE, ALONE | own | keys)
+
+
+def of_pairs(theirs: dict[str, Any], keys: dict[str, Any]) -> Case:
+    """Returns a run of DPO, whose adapters from a folder need a reference of theirs."""
+    keys = ADAPTERS | {"preference.keep_reference": True} | keys
+    return Case(of_trl("DPO"), pair, FAST | theirs, {}, PREFERENCE, keys)
+
+
+OF_ADAMW = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-3}
+OUR_ADAMW = {"optimizer.b1": 0.8, "optimizer.b2": 0.95, "optimizer.eps": 1e-3}
 CASES = {
-    "HF Trainer": Case(trainer, text, {}, None, FINETUNE, ALONE | WHOLE),
-    "PEFT LoRA": Case(trainer, text, FAST, {}, FINETUNE, ALONE | ADAPTERS),
-    "PEFT DoRA": Case(
-        trainer,
+    "HF Trainer": of_texts(text, {}, {}),
+    "PEFT LoRA": of_texts(text, {}, {}, {}),
+    "PEFT DoRA": of_texts(
         text,
-        FAST,
+        {},
+        {"lora.dora": True, "optimizer.decay_norms": True},
         {"use_dora": True},
-        FINETUNE,
-        ALONE | ADAPTERS | {"lora.dora": True, "optimizer.decay_norms": True},
     ),
-    "PEFT, modules_to_save": Case(
-        trainer,
+    "TRL SFT, chats": of_texts(chat, {}, {"data.train_on": "all"}),
+    "TRL SFT, completions": of_texts(completion, {}, {}, {}),
+    "TRL DPO": of_pairs({}, {}),
+    "modules_to_save": of_texts(
         text,
-        {},
+        {"learning_rate": 1e-3},
+        {"lora.modules_to_save": ("lm_head", "norm"), "optimizer.learning_rate": 1e-3},
         {"modules_to_save": ["lm_head", "norm"]},
-        FINETUNE,
-        ALONE | ADAPTERS | WHOLE_TOO,
     ),
-    "TRL SFT, chats": Case(
-        of_trl("SFT"),
-        chat,
-        {},
-        None,
-        FINETUNE,
-        ALONE | WHOLE | {"data.train_on": "all"},
+    "label_smoothing_factor": of_texts(
+        text, {"label_smoothing_factor": 0.1}, {"model.label_smoothing": 0.1}
     ),
-    "TRL SFT, completions": Case(
-        of_trl("SFT"), completion, FAST, {}, FINETUNE, ALONE | ADAPTERS
+    "gradient_accumulation_steps": of_texts(
+        text,
+        {"per_device_train_batch_size": ROWS // 2, "gradient_accumulation_steps": 2},
+        {"policy.accumulate": 2},
     ),
-    # With adapters from a folder the reference could be a model that had others.
-    "TRL DPO": Case(
-        of_trl("DPO"),
-        pair,
-        FAST,
-        {},
-        PREFERENCE,
-        ADAPTERS | {"preference.keep_reference": True},
+    "cosine, AdamW's numbers": of_texts(
+        text,
+        {"lr_scheduler_type": "cosine", "warmup_steps": 0.2, **OF_ADAMW},
+        {"optimizer.schedule": "cosine", "optimizer.warmup_fraction": 0.2, **OUR_ADAMW},
+    ),
+    "max_grad_norm": of_texts(
+        text,
+        {"max_grad_norm": 0.1, **OF_ADAMW},
+        {"optimizer.clip_norm": 0.1, **OUR_ADAMW},
+    ),
+    "assistant_only_loss": of_texts(chat, {"assistant_only_loss": True}, {}),
+    "loss_type ipo": of_pairs({"loss_type": ["ipo"]}, {"preference.loss": "ipo"}),
+    "loss_type hinge": of_pairs({"loss_type": ["hinge"]}, {"preference.loss": "hinge"}),
+    "loss_type robust": of_pairs(
+        {"loss_type": ["robust"], "label_smoothing": 0.1},
+        {"preference.loss": "robust", "preference.label_smoothing": 0.1},
     ),
 }
 
@@ -306,7 +327,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CASES)}")
     parser.add_argument("--steps", action="store_true", help="print all losses")
     args = parser.parse_args()
-    table = ["| peer | first loss | last | largest difference | own keys |"]
+    table = ["| peer | own keys | first loss | last | largest difference |"]
     table.append("|---|---|---|---|---|")
     for name in args.names or CASES:
         folder = Path(tempfile.mkdtemp())
@@ -318,8 +339,10 @@ def main() -> None:
             print(*(f"{a:.7f} {b:.7f} {b - a:+.1e}" for a, b in losses), sep="\n")
         most = max(abs(a - b) for a, b in losses)
         first, last = losses[0][0], losses[-1][0]
-        own = f"`{'` `'.join(as_words(CASES[name].keys))}`"
-        table.append(f"| {name} | {first:.4f} | {last:.4f} | {most:.1e} | {own} |")
+        shared = ADAPTERS if "lora.targets" in CASES[name].keys else {}
+        keys = CASES[name].keys.items() - (ALONE | shared).items()
+        own = ", ".join(f"`{x}`" for x in sorted(as_words(dict(keys))))
+        table.append(f"| {name} | {own} | {first:.4f} | {last:.4f} | {most:.1e} |")
     print("\n".join(table))
 
 
