@@ -303,7 +303,8 @@ def huggingface(session: nox.Session) -> None:
     names = "torch transformers peft trl tokenizers"
     python = environment(session, DEV, ".[dev,huggingface,text]", show=names)
     files = """tests/huggingface tests/system/jobs/test_loader_processes.py
-        tests/data/test_preference_pairs.py tests/recipes/test_preference_recipe.py"""
+        tests/data/test_preference_pairs.py tests/recipes/test_preference_recipe.py
+        tests/docs/test_option_pages.py"""
     pytest(session, python, f"-n 0 -m '' {part(24)} {files}", env=OFFLINE)
     pytest(session, python, f"{PAGES} -k 'torch_weights or datasets'")
 

@@ -30,6 +30,7 @@ from jshard.models.moe import (
     without_padding,
 )
 from jshard.nn import own_columns
+from jshard.nn.dropout import EmbeddingNoise
 from jshard.nn.tiles import tiled
 
 __all__ = ["Block", "Llama", "LlamaConfig"]
@@ -150,6 +151,8 @@ class Llama(Decoder):
             self.head = jshard.Unit(
                 linear(config, config.width, config.vocab_size, rngs, bias=False)
             )
+        if config.neftune_alpha:
+            self.noise = EmbeddingNoise(config.neftune_alpha, rngs=rngs)
 
     def features(
         self,
@@ -179,6 +182,8 @@ class Llama(Decoder):
         x_BTD = embed(tokens_BT)
         if config.scaled_embeddings:
             x_BTD *= jnp.asarray(math.sqrt(config.width), x_BTD.dtype)
+        if config.neftune_alpha:
+            x_BTD = self.noise(x_BTD)
         stream, others = Stream(x_BTD, layer, cache), (positions_BT, segment_ids_BT)
         if config.dense_layers:
             stream = self.dense_blocks(stream, *others)

@@ -44,6 +44,8 @@ class LlamaConfig:
       loss_chunk: tokens per device whose logits exist at a time in the loss.
       label_smoothing: of the targets of the loss, as in ``jshard.nn.cross_entropy``.
       z_loss: likewise.
+      neftune_alpha: of the noise on embeddings in training (``nn/dropout.py``); 0 is
+        none.
       mlp_tile: tokens per device whose hidden activations exist at a time; 0 is all.
       attention: "auto", "cudnn", "blockwise" or "xla" of
         ``jshard.nn.dot_product_attention``.
@@ -128,6 +130,7 @@ class LlamaConfig:
     loss_chunk: int = 1024
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    neftune_alpha: float = 0.0
     mlp_tile: int = 0
     attention: str = "auto"
     dtype: Any = None

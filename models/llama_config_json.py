@@ -22,7 +22,7 @@ from jshard.models.rope_huggingface import read_rope, read_two_ropes
 # What config.json does not decide.
 _OF_TRAINING = """
     loss_chunk attention dtype param_dtype balance_weight correction_rate
-    expert_capacity max_segments label_smoothing z_loss
+    expert_capacity max_segments label_smoothing z_loss neftune_alpha
     """.split()
 _LETTERS = {"full_attention": "f", "sliding_attention": "s"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

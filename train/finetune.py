@@ -18,6 +18,7 @@ import jshard
 from jshard.models import llama_huggingface as huggingface  # read by jshard, too
 from jshard.recipe import Key
 from jshard.recipes import gpt, llama
+from jshard.storage.hub.adapters.modules_to_save import trained_whole
 from jshard.storage.hub.adapters.targets import add_lora_arguments
 
 loss_fn = llama.loss_fn
@@ -38,6 +39,12 @@ def get_config() -> ConfigDict:
     config.policy = {"remat": "full", "precision": precision}
     # The model's own sequence length is the longest text that it was made for.
     config.data.sequence_length = Key(1024, "tokens per example", at_least=1)
+    config.model.neftune_alpha = Key(
+        0.0,
+        "noise on embeddings in training, uniform in +-X / sqrt(tokens of a row * "
+        "width) (NEFTune)",
+        at_least=0,
+    )
     config.sample = gpt.get_config().sample
     config.lora = {
         "rank": Key(16, "rank of the adapters; 0 trains the model itself", at_least=0),
@@ -51,6 +58,12 @@ def get_config() -> ConfigDict:
         ),
         "layers_to_transform": Key(
             (), "numbers of the blocks with adapters; () is all", noun="N,..."
+        ),
+        "modules_to_save": Key(
+            (),
+            "modules that are trained whole, too, in float32, by the ends of PEFT's "
+            "names: lm_head,embed_tokens",
+            noun="NAME,...",
         ),
         "rank_pattern": Key(
             (), "other ranks, by PEFT's names of layers", noun="NAME:RANK,..."
@@ -103,7 +116,8 @@ def make_model(config, rngs):
             "saved without it: set it to 0, or lora.rank=0"
         )
     in_base_dtype = lambda x: x.astype(jnp.dtype(lora.base_dtype))
-    nnx.update(model, jax.tree.map(in_base_dtype, nnx.state(model, nnx.Param)))
+    frozen = nnx.All(nnx.Param, nnx.Not(trainable(config)))
+    nnx.update(model, jax.tree.map(in_base_dtype, nnx.state(model, frozen)))
     jshard.nn.add_lora(
         model,
         rank=lora.rank,
@@ -114,6 +128,7 @@ def make_model(config, rngs):
             rank_pattern=lora.rank_pattern,
             alpha_pattern=lora.alpha_pattern,
             layers_to_transform=lora.layers_to_transform,
+            modules_to_save=lora.modules_to_save,
         ),
         dropout=lora.dropout,
         rank_stabilized=lora.rslora,
@@ -124,7 +139,17 @@ def make_model(config, rngs):
 
 
 def trainable(config):
-    return nnx.LoRAParam if config.lora.rank else nnx.Param
+    if not config.lora.rank:
+        return nnx.Param
+    names = config.lora.modules_to_save
+    whole = trained_whole(names, huggingface.tensors(config.model)) if names else ()
+    if config.model.tied and any(name.endswith("embedding") for name in whole):
+        raise jshard.UserError(
+            "lora.modules_to_save: with model.tied the head is the embedding's table, "
+            "of which PEFT would train a copy: name neither"
+        )
+    in_one = lambda path, _: ".".join(map(str, path)) in whole
+    return nnx.Any(nnx.LoRAParam, in_one) if whole else nnx.LoRAParam
 
 
 def make_data(config, split):

@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
     }
     config.optimizer.learning_rate = finetune.rate_key(RATES)
     data = config.data
-    for key in gpt.loss_keys():
+    for key in (*gpt.loss_keys(), "neftune_alpha"):
         del config.model[key]
     of_texts = ("mixture", "text_key", "token_dtype", "pack", "train_on")
     for key in (*of_texts, "max_segments"):
@@ -129,6 +129,11 @@ def check(config):
         raise jshard.UserError(
             f"checkpoint.adapters={restored}: the reference would be the model without "
             "them: set preference.keep_reference=True for the model with them"
+        )
+    elif not options.keep_reference and config.lora.modules_to_save:
+        raise jshard.UserError(
+            "lora.modules_to_save: the reference would have the modules as they are "
+            "trained: set preference.keep_reference=True"
         )
 
 

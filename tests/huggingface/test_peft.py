@@ -269,7 +269,7 @@ def test_other_adapters_are_an_error_of_one_line(folders, tmp_path):
     for theirs, ours in (("use_dora", "dora"), ("use_rslora", "rslora")):
         other = not kind.theirs.get(theirs, False)
         assert f"lora.{ours}={other} there" in refused(**{theirs: other})
-    assert "is not supported" in refused(modules_to_save=["lm_head"])
+    assert "modules_to_save='lm_head' there" in refused(modules_to_save=["lm_head"])
     assert "init_lora_weights='pissa'" in refused(init_lora_weights="pissa")
     assert "bias='all' is not supported" in refused(bias="all")
     with pytest.raises(jshard.UserError, match="there is no"):

@@ -101,6 +101,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "aot", "label_smoothing": 0.2},
         {"label_smoothing": 0.2},
     ),
+    "robust": (
+        chats,
+        {"loss_type": "robust", "label_smoothing": 0.2},
+        {"loss": "robust", "label_smoothing": 0.2},
+    ),
+    "hinge": (chats, {"loss_type": "hinge"}, {"loss": "hinge"}),
+    "ipo": (chats, {"loss_type": "ipo", "beta": 0.5}, {"loss": "ipo", "beta": 0.5}),
     "orpo": (lambda: TEXTS, {"beta": 0.2}, {"loss": "orpo", "beta": 0.2}),
 }
 

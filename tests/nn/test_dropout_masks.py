@@ -223,3 +223,26 @@ def test_numbers_of_examples_are_dropped_where_sequences_are_split():
         run, mesh=mesh, in_specs=same, out_specs=same, check_vma=False
     )
     assert jax.eval_shape(mapped, state, jnp.ones(6)).shape == (6,)
+
+
+def test_noise_on_embeddings_is_of_neftunes_size_on_every_mesh_and_in_training_alone():
+    noise = dropout.EmbeddingNoise(5.0, rngs=nnx.Rngs(dropout=7))
+    draw = nnx.jit(lambda module, x: module(x))
+    first, second = (np.asarray(draw(noise, jnp.zeros(SHAPE))) for _ in range(2))
+    assert not np.any(first == second)
+    most = 5 / np.sqrt(SHAPE[1] * SHAPE[2])
+    assert 0.9 * most < np.abs(first).max() <= most
+    assert first.std() == pytest.approx(most / np.sqrt(3), rel=0.1)
+    mesh = jshard.make_mesh(context=2, replica=2)
+    spec = batch_spec(mesh, sequence=True)
+
+    def local(x: jax.Array) -> jax.Array:
+        with split_sequences():
+            return dropout.EmbeddingNoise(5.0, rngs=nnx.Rngs(dropout=7))(x)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    np.testing.assert_array_equal(jax.jit(run)(jnp.zeros(SHAPE)), first)
+    noise.eval()
+    assert not np.any(noise(jnp.zeros(SHAPE)))

@@ -223,3 +223,18 @@ def test_adapters_have_no_corrections_of_routers():
 def test_targets_that_are_not_there_are_a_users_error(folder, text, tmp_path):
     with pytest.raises(jshard.UserError, match="target 'query' matches no layer"):
         train(tmp_path / "run", folder, text, **{"lora.targets": ["query"]})
+
+
+def test_neftune_changes_the_logits_in_training_alone():
+    small = {f"model.{key}": value for key, value in SIZES.items()}
+    small |= {"model.num_layers": 1, "model.neftune_alpha": 5.0, "lora.rank": 0}
+    with open_recipe(find_recipe("finetune.py")) as recipe:
+        model = recipe.make_model(config_of(recipe, **small), nnx.Rngs(0))
+    call = nnx.jit(lambda model: model(np.arange(8)[None]))
+    one, two = call(model), call(model)
+    model.eval()
+    plain, again = call(model), call(model)
+    np.testing.assert_array_equal(plain, again)
+    assert not any(np.allclose(x, y) for x, y in ((plain, one), (one, two)))
+    read = huggingface.read_config(huggingface.write_config(vars(MODEL)))
+    assert "neftune_alpha" not in read  # which a folder does not decide

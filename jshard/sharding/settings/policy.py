@@ -194,8 +194,7 @@ class Policy(UnitPolicy):
     loss_scale: bool = knob(
         False,
         "scale the loss in the backward pass, which float16 needs",
-        more="The factor adapts to the gradients. Steps that overflow are skipped and "
-        "counted.",
+        more="The factor adapts. Steps that overflow are skipped and counted.",
     )
 
     loss_scale_start: float = knob(
@@ -204,6 +203,10 @@ class Policy(UnitPolicy):
 
     loss_scale_window: int = knob(
         2000, "finite steps until the loss scale doubles", at_least=1, more="To 2**24."
+    )
+
+    loss_scale_hysteresis: int = knob(
+        1, "which overflow after a doubling first halves it (DeepSpeed: 2)", at_least=1
     )
 
     min_shard_elements: int = knob(
@@ -232,9 +235,8 @@ class Policy(UnitPolicy):
         "all (parameters, too)",
         kind=str,
         choices=("optimizer", "all"),
-        more="It saves device memory and costs transfers. The state is streamed "
-        "through the update one layer at a time, and shards of parameters are moved to "
-        "the device one layer at a time.",
+        more="It saves device memory and costs transfers. State goes through the "
+        "update, and parameters to the device, one layer at a time.",
     )
 
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(

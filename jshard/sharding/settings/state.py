@@ -23,13 +23,15 @@ class LossScale:
 
     Attributes:
       scale: float32 scalar, a power of two.
-      good_steps: int32 scalar, steps since the scale last changed.
+      good_steps: int32 scalar, finite steps since it was doubled or the last overflow.
       skipped: int32 scalar, total number of skipped steps.
+      borne: int32 scalar, overflows since it was doubled that did not halve it.
     """
 
     scale: jax.Array
     good_steps: jax.Array
     skipped: jax.Array
+    borne: jax.Array
 
 
 class ModelArrays(NamedTuple):

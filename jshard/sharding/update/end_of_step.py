@@ -88,7 +88,9 @@ def next_state(
     if scale is not None:
         takes = jnp.isfinite(norm)
         metrics["loss_scale"] = scale.scale
-        scale = loss_scale.update(scale, takes, layout.policy.loss_scale_window)
+        policy = layout.policy
+        limits = policy.loss_scale_window, policy.loss_scale_hysteresis
+        scale = loss_scale.update(scale, takes, *limits)
         metrics["skipped_steps"] = scale.skipped
     inner, before = optimizer, state.opt_state
     if isinstance(optimizer, SkipSpikes):

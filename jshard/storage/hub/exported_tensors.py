@@ -15,6 +15,7 @@ from jshard.sharding.layout.four_bit.base import FOUR_BIT
 from jshard.storage.checkpoint import frozen
 from jshard.storage.checkpoint.stored_arrays import open_stored
 from jshard.storage.hub import peft
+from jshard.storage.hub.adapters.modules_to_save import saved_layers, saved_places
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.huggingface_folder import is_huggingface, model_path
 from jshard.storage.hub.merged_adapters import PARTS, Adapter, adapters
@@ -145,10 +146,11 @@ class Exported:
         return found
 
     def adapters(self, places: Places) -> Tensors:
-        """Lists the tensors of PEFT.
+        """Lists the tensors of PEFT: adapters, and what else was trained.
 
         Raises:
-          UserError: There are none, or Hugging Face's files have no place for one.
+          UserError: There are no adapters, or Hugging Face's files have no place for
+            one.
         """
         adapters(self.about, ema=self.ema)  # checks them
         own = peft.places(peft.adapter_names(self.about), places)
@@ -159,7 +161,10 @@ class Exported:
             for layers in tensor_names(self.about).values()
             for name in layers.values()
         }
-        return self.tensors(found | own)
+        saved = [
+            x for names in saved_layers(self.about).values() for x in names.values()
+        ]
+        return self.tensors(found | own | saved_places(saved, places))
 
     def _left_out(self, places: Places, written: Tensors) -> Tensors:
         """Lists the tensors that are in the files of a pretrained model alone."""

@@ -4,7 +4,8 @@ A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, with the
 ``base_model.model.MODULE.lora_A.weight`` (rank, inputs) and ``.lora_B.weight``
 (outputs, rank), where MODULE is the path of a layer, or of an expert, in the files of
 its model. DoRA has ``.lora_magnitude_vector`` (outputs,) besides, and an embedding
-``.lora_embedding_A`` and ``.lora_embedding_B``.
+``.lora_embedding_A`` and ``.lora_embedding_B``. Modules that are trained whole are
+beside them (``adapters/modules_to_save.py``).
 """
 
 import json
@@ -16,13 +17,18 @@ from typing import Any
 
 from jshard.nn.adapted import ALPHA, LAYERS, STABILIZED, A, B
 from jshard.sharding.layout.values.magnitudes import MAGNITUDE
+from jshard.storage.hub.adapters.modules_to_save import (
+    PREFIX,
+    modules_of,
+    saved_layers,
+    saved_places,
+)
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.storage.hub.online.names import parse
 from jshard.storage.hub.tensor_names import Layers, tensor_names
 from jshard.system.errors import UserError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
 _NAMES = {
     "kernel": {
         A: ".lora_A.weight",
@@ -61,7 +67,7 @@ def places(
             )
         kind = "kernel" if f"{module}.kernel" in base else "embedding"
         names = (
-            f"{_PREFIX}{x.removesuffix('.weight')}{_NAMES[kind][part]}"
+            f"{PREFIX}{x.removesuffix('.weight')}{_NAMES[kind][part]}"
             for x in stored.names
         )
         found[name] = FileTensor(tuple(names), transposed=part != MAGNITUDE)
@@ -70,7 +76,7 @@ def places(
 
 def module_of(tensor: str) -> str:
     """Returns the layer, or expert, in the files that a tensor with A or B is of."""
-    return tensor.removeprefix(_PREFIX).partition(".lora_")[0]
+    return tensor.removeprefix(PREFIX).partition(".lora_")[0]
 
 
 def write_config(
@@ -108,6 +114,7 @@ def write_config(
         "use_rslora": any(entry.get(STABILIZED) for entry in entries.values()),
         "use_dora": any(name.endswith(f".{MAGNITUDE}") for name in about["arrays"]),
         "target_modules": _targets(tensors, base),
+        "modules_to_save": _saved(about, base, tensors) or None,
         "bias": "none",
         # Matrices (inputs, outputs), as GPT-2's files have them.
         "fan_in_fan_out": not all(
@@ -198,9 +205,7 @@ def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[st
 
     It takes the ends of paths; these are paths where an end would name others, too.
     """
-    layers = (place_of(name.rpartition(".")[0], base) for name in adapters)
-    found = [name for layer in layers if layer for name in layer.names]
-    adapted = {name.removesuffix(".weight") for name in found}
+    adapted = _adapted(adapters, base)
     ends = {layer.rpartition(".")[2] for layer in adapted}
     all_layers = {
         one.removesuffix(".weight")
@@ -210,3 +215,35 @@ def _targets(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> list[st
     }
     same = {layer for layer in all_layers if layer.rpartition(".")[2] in ends}
     return sorted(ends if same == adapted else adapted)
+
+
+def _adapted(adapters: Iterable[str], base: Mapping[str, FileTensor]) -> set[str]:
+    """Returns the modules of the files that have adapters."""
+    layers = (place_of(name.rpartition(".")[0], base) for name in adapters)
+    found = [name for layer in layers if layer for name in layer.names]
+    return {name.removesuffix(".weight") for name in found}
+
+
+def _saved(
+    about: Mapping[str, Any], base: Mapping[str, FileTensor], adapters: Iterable[str]
+) -> list[str]:
+    """Returns the modules that were trained whole, as PEFT names them.
+
+    It takes any ends of paths, "norm" for "input_layernorm", too; these are paths where
+    an end would name others.
+
+    Raises:
+      UserError: One has an adapter besides, which PEFT would leave out.
+    """
+    names = [x for layers in saved_layers(about).values() for x in layers.values()]
+    places = saved_places(names, base).values()
+    saved = {modules_of(x.names[0].removeprefix(PREFIX))[-1] for x in places}
+    if both := sorted(saved & _adapted(adapters, base)):
+        raise UserError(
+            f"{both[0]} was trained beneath its adapter, and PEFT's modules_to_save "
+            "have none: merge them (--format=huggingface)"
+        )
+    every = {m for x in base.values() for name in x.names for m in modules_of(name)}
+    ends = tuple(x.rpartition(".")[2] for x in saved)
+    same = {module for module in every if module.endswith(ends)} if ends else set()
+    return sorted(set(ends) if same == saved else saved)

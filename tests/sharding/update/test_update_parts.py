@@ -45,9 +45,43 @@ def test_an_average_keeps_what_tensorflow_does(decay, steps, kept):
 )
 def test_a_scale_is_halved_or_doubled_and_steps_are_counted(before, finite, after):
     scale, good, skipped = before
-    state = LossScale(jnp.float32(scale), jnp.int32(good), jnp.int32(skipped))
+    state = LossScale(jnp.float32(scale), *map(jnp.int32, (good, skipped, 0)))
     got = loss_scale.update(state, jnp.asarray(finite), window=10)
     assert (float(got.scale), int(got.good_steps), int(got.skipped)) == after
+
+
+class TheirScale:
+    """DeepSpeed's, but for an upper end, which its scale has not."""
+
+    def __init__(self, scale: float, window: int, hysteresis: int):
+        self.scale, self.window, self.hysteresis = scale, window, hysteresis
+        self.left, self.iteration, self.last_overflow = hysteresis, 0, -1
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            if self.left == 1:
+                self.scale = max(self.scale / 2, 1)
+            else:
+                self.left -= 1
+            self.last_overflow = self.iteration
+        elif (self.iteration - self.last_overflow) % self.window == 0:
+            self.left = self.hysteresis
+            self.scale = min(2 * self.scale, 2.0**24)
+        self.iteration += 1
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_a_scale_bears_as_many_overflows_as_deepspeeds(hysteresis):
+    policy = jshard.Policy(loss_scale_start=16.0, loss_scale_hysteresis=hysteresis)
+    update = jax.jit(loss_scale.update, static_argnums=(2, 3))
+    ours, theirs = loss_scale.start(policy), TheirScale(16.0, 3, hysteresis)
+    scales = []
+    for overflow in np.random.default_rng(0).random(200) < 0.2:
+        ours = update(ours, jnp.asarray(~overflow), 3, policy.loss_scale_hysteresis)
+        theirs.update(overflow)
+        assert float(ours.scale) == theirs.scale
+        scales.append(theirs.scale)
+    assert len({*scales}) > 5
 
 
 def test_a_scale_starts_as_the_policy_says_by_default_at_2_to_the_15():

@@ -80,7 +80,7 @@ def test_adapters_with_other_settings_than_the_runs_are_one_line(tmp_path):
 
     def problems(**changed: Any) -> list[str]:
         (tmp_path / peft.CONFIG).write_text(json.dumps(right | changed))
-        return reading._config_problems(tmp_path, modules, dora=True)
+        return reading._config_problems(tmp_path, modules, dora=True, alone=True)
 
     assert problems() == []
     for changed, problem in {
@@ -98,9 +98,9 @@ def test_adapters_with_other_settings_than_the_runs_are_one_line(tmp_path):
     assert problems(r=8, rank_pattern={"0.q": 4, "q": 4}) == []
     assert problems(alpha_pattern={"1.q": 3}) == ["lora.alpha=3 there"]
     assert problems(alpha_pattern={"r.q": 3}) == []  # the end of no layer's name
-    saved = ["lm_head"]
+    saved = ["lm_head", "embed_tokens"]
     assert problems(modules_to_save=saved) == [
-        "modules_to_save=['lm_head'] is not supported"
+        "lora.modules_to_save='lm_head,embed_tokens' there"
     ]
 
 

@@ -50,7 +50,7 @@ def adapted(targets: Any, **options: Any) -> dict[str, Any]:
     fsdp = jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:1]))
     state = fsdp.abstract_state(make, optax.sgd(1.0), wrt=nnx.LoRAParam)
     found = {}
-    for name, (variable, layers) in reading._adapters(state).items():
+    for name, (variable, layers) in reading._trained(state).items():
         if name.endswith("lora_a"):
             for place in places(layers.values(), BASE).values():
                 found[module_of(place.names[0])] = variable

@@ -1,4 +1,7 @@
-"""Reads adapters from the files of Hugging Face's PEFT (``storage/hub/peft.py``)."""
+"""Reads adapters from the files of Hugging Face's PEFT (``storage/hub/peft.py``).
+
+What else is trained is read with them, if it is of modules that are trained whole.
+"""
 
 import re
 from collections.abc import Mapping
@@ -16,8 +19,10 @@ from jshard.sharding.layout.padding import shape_of_layer
 from jshard.sharding.layout.values.magnitudes import MAGNITUDE
 from jshard.sharding.settings.state import TrainState
 from jshard.storage.checkpoint import metadata
+from jshard.storage.hub.adapters.modules_to_save import saved_layers, saved_places
 from jshard.storage.hub.adapters.targets import pattern_of
 from jshard.storage.hub.file_tensor import FileTensor
+from jshard.storage.hub.merged_adapters import PARTS
 from jshard.storage.hub.online.names import Name, parse
 from jshard.storage.hub.peft import CONFIG, TENSORS, adapter_layers, module_of, places
 from jshard.storage.hub.tensor_names import Layers
@@ -26,8 +31,8 @@ from jshard.system.files.untrusted import read_json
 
 # What changes the product of an adapter, and must be as if it were not there.
 _UNSUPPORTED = """
-    alora_invocation_tokens layer_replication lora_bias modules_to_save
-    target_parameters trainable_token_indices use_bdlora use_qalora
+    alora_invocation_tokens layer_replication lora_bias target_parameters
+    trainable_token_indices use_bdlora use_qalora
     """.split()
 # A table's adapter is its head's, too, in PEFT, where both are tied.
 _TIES_HEADS = "ensure_weight_tying"
@@ -40,9 +45,9 @@ _CHANGE_THE_MODEL = ("corda", "loftq", "lora_ga", "olora", "pissa")
 def read_adapters(
     path: Path, state: TrainState, base: Mapping[str, FileTensor]
 ) -> TrainState:
-    """Starts the adapters of a state from a folder of PEFT's.
+    """Starts what is trained from a folder of PEFT's: adapters, and whole modules.
 
-    The host holds all adapters at once, which are small.
+    The host holds all of it at once, which is small.
 
     The state has adapters of the same layers, rank and alpha; `base` is as for
     ``places``.
@@ -51,8 +56,8 @@ def read_adapters(
       UserError: The folder cannot be read, or holds other adapters; the message lists
         the first differences.
     """
-    found, wanted = _load(path), _adapters(state)
-    stored = places(_tensor_names(wanted), base)
+    found, wanted = _load(path), _trained(state)
+    stored = _places(wanted, base)
     _check(path, found, wanted, stored)
 
     def read(variable: Any, layers: Layers) -> jax.Array:
@@ -76,8 +81,8 @@ def check_adapters(
     path: Path, state: TrainState, base: Mapping[str, FileTensor]
 ) -> None:
     """Raises what ``read_adapters`` would raise; the state may be abstract."""
-    wanted = _adapters(state)
-    _check(path, _load(path), wanted, places(_tensor_names(wanted), base))
+    wanted = _trained(state)
+    _check(path, _load(path), wanted, _places(wanted, base))
 
 
 def check_base(path: Path, base: Name | None) -> None:
@@ -98,19 +103,27 @@ def check_base(path: Path, base: Name | None) -> None:
         )
 
 
-def _adapters(state: TrainState) -> dict[str, tuple[nnx.Variable, Layers]]:
-    """Returns each adapter with its tensors' names, by the name of its array."""
+def _trained(state: TrainState) -> dict[str, tuple[nnx.Variable, Layers]]:
+    """Returns what is trained with its tensors' names, by the names of the arrays.
+
+    It is nothing where there are no adapters.
+    """
     variables = metadata.variables_by_name(state)
-    names = adapter_layers(metadata.describe(state, config={}, metrics={}))
-    return {
-        name: (variable, names[name])
-        for name, variable in variables.items()
-        if isinstance(variable, nnx.LoRAParam) and name in names
-    }
+    about = metadata.describe(state, config={}, metrics={})
+    adapters = adapter_layers(about)
+    names = adapters | saved_layers(about) if adapters else {}
+    return {name: (variables[name], layers) for name, layers in names.items()}
 
 
-def _tensor_names(adapters: Mapping[str, tuple[nnx.Variable, Layers]]) -> list[str]:
-    return [name for _, layers in adapters.values() for name in layers.values()]
+def _places(
+    trained: Mapping[str, tuple[nnx.Variable, Layers]], base: Mapping[str, FileTensor]
+) -> dict[str, FileTensor]:
+    """Returns where a folder has what is trained, by the tensors' names."""
+    found: dict[str, FileTensor] = {}
+    for name, (_, layers) in trained.items():
+        place = places if name.endswith(PARTS) else saved_places
+        found |= place(layers.values(), base)
+    return found
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
@@ -142,7 +155,8 @@ def _check(
         for name in stored[tensor].names
     }
     dora = any(name.endswith(MAGNITUDE) for name in wanted)
-    problems = _config_problems(path, modules, dora=dora)
+    alone = all(name.endswith(PARTS) for name in wanted)
+    problems = _config_problems(path, modules, dora=dora, alone=alone)
     found = {name: x for name, x in found.items() if not name.endswith(_KEPT_BESIDE)}
     expected = {
         name: place.shape_in_file(shape_of_layer(variable))
@@ -168,11 +182,12 @@ def _check(
 
 
 def _config_problems(
-    path: Path, modules: Mapping[str, nnx.Variable], *, dora: bool
+    path: Path, modules: Mapping[str, nnx.Variable], *, dora: bool, alone: bool
 ) -> list[str]:
     """Compares ``adapter_config.json`` with a model's adapters.
 
     `modules` has the A of each layer, by the layer's name in the files of the model.
+    `alone` says that nothing else is trained.
     """
     file = path / CONFIG
     try:
@@ -201,6 +216,9 @@ def _config_problems(
                 ("lora.dora", bool(config.get("use_dora")), dora),
             )
         }
+        if alone:
+            whole = ",".join(config.get("modules_to_save") or ())
+            own["lora.modules_to_save", whole, ""] = None
         expected = {"peft_type": "LORA", "bias": "none"}
         expected |= dict.fromkeys(_UNSUPPORTED)
         init = str(config.get("init_lora_weights", ""))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from jshard.storage.hub.adapters.modules_to_save import trained_whole
 from jshard.storage.hub.file_tensor import FileTensor
 from jshard.system.errors import UserError, some_of
 
@@ -64,6 +65,7 @@ def add_lora_arguments(
     rank_pattern: Sequence[str] = (),
     alpha_pattern: Sequence[str] = (),
     layers_to_transform: Sequence[int] = (),
+    modules_to_save: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns arguments of ``jshard.nn.add_lora`` for what a user of PEFT writes.
 
@@ -74,6 +76,7 @@ def add_lora_arguments(
       rank_pattern: "NAME:RANK", where NAME is one or the end of one; the first counts.
       alpha_pattern: The same of alphas.
       layers_to_transform: The numbers of the blocks that have adapters; () is all.
+      modules_to_save: Ends of modules' names in the files, which have no adapters.
 
     Raises:
       UserError: Something cannot be read, is not there, or differs within a Stack.
@@ -105,6 +108,8 @@ def add_lora_arguments(
                 only[layer.ours].add(layer.layer)
             elif layer.theirs in targets:
                 del only[layer.ours]
+    whole = trained_whole(modules_to_save, base) if modules_to_save else ()
+    only |= {name.rpartition(".")[0]: set() for name in whole}
     return {
         "targets": tuple(dict.fromkeys(found)),
         "layers": {path: tuple(sorted(some)) for path, some in only.items()},

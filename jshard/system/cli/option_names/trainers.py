@@ -57,7 +57,9 @@ fp16.enabled -> ~policy.precision.compute=float16 ~policy.loss_scale=True
 loss_scale -> ~policy.loss_scale=True, which adapts
 initial_scale_power -> ~policy.loss_scale_start=X, 2**POWER
 loss_scale_window -> ~policy.loss_scale_window=N
-hysteresis min_loss_scale consecutive_hysteresis -> none: overflow halves it, down to 1
+hysteresis -> ~policy.loss_scale_hysteresis=N
+min_loss_scale consecutive_hysteresis -> none: it falls to 1; only a doubled scale \
+bears overflows again
 bf16_optimizer_states -> ~optimizer.moment_dtype=bfloat16
 activation_checkpointing number_checkpoints contiguous_memory_optimization \
 -> ~policy.remat=full
@@ -117,6 +119,10 @@ ici_data_parallelism -> ~mesh.replica=N
 dcn_data_parallelism -> ~mesh.replica=hosts
 ici_tensor_parallelism -> ~mesh.tensor=N
 ici_context_parallelism ici_sequence_parallelism -> ~mesh.context=N
+context_parallel_strategy context_parallel_load_balance -> none: ~mesh.context \
+exchanges heads, as its ulysses does
+ici_context_usp_ulysses_parallelism dcn_context_usp_ulysses_parallelism \
+-> ~mesh.context=N, that of its ring times these
 ici_expert_parallelism -> ~mesh.expert=N
 ici_pipeline_parallelism -> ~mesh.pipe=N
 logical_axis_rules -> none
