@@ -43,7 +43,7 @@ NULLS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_null_of_each_key_is_what_transformers_takes_it_for(
-    transformers, family, tmp_path
+    transformers5, family, tmp_path
 ):
     drawn = FAMILIES[family]
     found = {
@@ -56,7 +56,7 @@ def test_null_of_each_key_is_what_transformers_takes_it_for(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_value_alone_is_what_transformers_takes_it_for(
-    transformers, family, tmp_path
+    transformers5, family, tmp_path
 ):
     results = set()
     for key, values in FAMILIES[family].values.items():
@@ -66,7 +66,7 @@ def test_each_value_alone_is_what_transformers_takes_it_for(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_settings_together_are_what_transformers_takes_them_for(transformers, family):
+def test_settings_together_are_what_transformers_takes_them_for(transformers5, family):
     values = {
         key: some if key in INERT else [None, *some]
         for key, some in FAMILIES[family].values.items()

@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_are_those_of_transformers(transformers, name, tmp_path):
+def test_logits_are_those_of_transformers(transformers5, name, tmp_path):
     torch = pytest.importorskip("torch")
     random_decoder(name, **SIZES | CASES[name]).save_pretrained(tmp_path)
     tensors: dict[str, np.ndarray] = {}
@@ -57,7 +57,7 @@ def test_logits_are_those_of_transformers(transformers, name, tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    theirs = transformers5.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
     )
     tokens = np.random.default_rng(0).integers(0, V, (2, 12))

@@ -41,8 +41,10 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], [20, 30, 40]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_texts_are_those_of_transformers(name, tmp_path):
+def test_greedy_texts_are_those_of_transformers(request, name, tmp_path):
     transformers = pytest.importorskip("transformers")
+    if name == "Olmo3Config":  # 4's rotations of it are others, and its folders refused
+        request.getfixturevalue("transformers5")
     torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     config = getattr(transformers, name)(**CASES[name], initializer_range=0.3)

@@ -173,7 +173,9 @@ def their_trainer(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_rewards_and_training_are_those_of_trl(case, trl, base, tmp_path):
+def test_losses_rewards_and_training_are_those_of_trl(
+    transformers5, case, trl, base, tmp_path
+):
     make_records, options, keys = CASES[case]
     records = make_records()
     trainer = their_trainer(trl, base, records, options, tmp_path / "theirs")

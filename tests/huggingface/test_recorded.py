@@ -78,7 +78,7 @@ class TestInstalled:
 
     pytestmark = MARKS
 
-    def test_the_recorded_numbers_are_those_of_transformers(self, transformers):
+    def test_the_recorded_numbers_are_those_of_transformers(self, transformers5):
         now = json.loads(json.dumps(recorded.record()))
         for name, known in RECORDED["models"].items():
             assert now["models"][name]["shapes"] == known["shapes"]

@@ -46,7 +46,7 @@ class Conversation(NamedTuple):
     """A record as a chat.
 
     Attributes:
-      chat: "messages", and perhaps "tools".
+      chat: "messages", and perhaps "tools" and "chat_template_kwargs".
       given: How many of its messages are a prompt, whose answers are not trained on.
     """
 
@@ -76,7 +76,8 @@ def as_chat(record: Mapping[str, Any], form: str, where: str) -> Conversation:
         messages.insert(
             0, {"role": "system", "content": _text(record, "system", where)}
         )
-    return Conversation({"messages": messages, "tools": record.get("tools")}, given)
+    more = {key: record.get(key) for key in ("tools", "chat_template_kwargs")}
+    return Conversation({"messages": messages, **more}, given)
 
 
 def _check_keys(record: Mapping[str, Any], form: str, where: str) -> None:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jshard.data.tokenizers.chat import load_chat, tools_of
+from jshard.data.tokenizers.chat import load_chat
+from jshard.data.tokenizers.chat_inputs import inputs_of
 from jshard.data.tokenizers.continued import common, with_end
 from jshard.data.tokenizers.tokenizer import Tokenizer
 from jshard.system.errors import UserError, some_of
@@ -40,8 +41,8 @@ class PairEncoder:
         """
         prompt, chosen, rejected, is_chat = _parts(record, where)
         if is_chat:
-            tools, chat = tools_of(record, where), load_chat(self._tokenizer, where)
-            write = functools.partial(chat.render, tools=tools, where=where)
+            inputs, chat = inputs_of(record, where), load_chat(self._tokenizer, where)
+            write = functools.partial(chat.render, where=where, **inputs)
             first = self._encode(write(prompt, add_generation_prompt=True), where, True)
             whole = [
                 self._encode(write(prompt + x), where, True) for x in (chosen, rejected)

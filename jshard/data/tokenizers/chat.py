@@ -14,16 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from jshard.data.tokenizers.chat_inputs import (
+    as_read,
+    inputs_of,
+    messages_of,
+    unread_thoughts,
+)
 from jshard.data.tokenizers.chat_template import Template, TemplateError
 from jshard.data.tokenizers.named_tokens import CONFIG, read_json
 from jshard.data.tokenizers.tokenizer import TEMPLATES, FileTokenizer, Tokenizer
 from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError, some_of
-from jshard.system.files.untrusted import parse_json, read_text
+from jshard.system.files.untrusted import read_text
 
 _DEFAULT, _TOOLS = "default", "tool_use"
-# Where messages have what was thought before an answer; a template reads one of them.
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 class Chat:
@@ -49,7 +53,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._where = where
         self._with_tools = with_tools
-        self._unread = set(_THOUGHTS) - set(re.findall(r"\w+", template))
+        self._unread = unread_thoughts(template)
         # Text that no conversation holds, around what a template marks as generated.
         self._marks = (f"<{uuid.uuid4().hex}>", f"</{uuid.uuid4().hex}>")
         self._marked = re.search(r"{%[-+]?\s*generation\b", template) is not None
@@ -69,6 +73,7 @@ class Chat:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
         where: str = "chat",
+        **options: Any,
     ) -> str:
         """Returns a conversation as text.
 
@@ -77,6 +82,7 @@ class Chat:
           tools: Functions that the model may call, as JSON schemas.
           add_generation_prompt: End with the beginning of an answer.
           where: What to call the conversation in an error.
+          **options: What else the template reads, such as "enable_thinking".
         """
         if tools is not None and self._with_tools is not None:
             return self._with_tools.render(
@@ -84,8 +90,10 @@ class Chat:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 where=where,
+                **options,
             )
-        text = self._render(messages, tools, add_generation_prompt, where)
+        inputs = {"tools": tools, **options}
+        text = self._render(messages, inputs, add_generation_prompt, where)
         return text.replace(self._marks[0], "").replace(self._marks[1], "")
 
     def encode(
@@ -99,8 +107,9 @@ class Chat:
         end: the answer and the token that ends it.
 
         Args:
-          record: {"messages": [{"role": ..., "content": ...}, ...]}, perhaps "tools".
-            A key of a message that is null counts as missing.
+          record: {"messages": [{"role": ..., "content": ...}, ...]}, perhaps "tools"
+            and "chat_template_kwargs". A key of a message that is null counts as
+            missing.
           where: What to call it in an error.
           given: How many of the first messages are no targets.
 
@@ -112,15 +121,15 @@ class Chat:
             messages look different once an answer follows, so that the answer's tokens
             are not known.
         """
-        messages, tools = _checked(record, where), tools_of(record, where)
-        if tools is not None and self._with_tools is not None:
+        messages, inputs = messages_of(record, where), inputs_of(record, where)
+        if inputs["tools"] is not None and self._with_tools is not None:
             return self._with_tools.encode(record, where, given=given)
         self._tell_of_unread(messages, where)
-        text = self._render(messages, tools, False, where)
+        text = self._render(messages, inputs, False, where)
         if self._marked:
             text, spans = self._split(text, where)
         else:
-            spans = self._answers(messages, tools, text, where)
+            spans = self._answers(messages, inputs, text, where)
         if given:
             roles = [message["role"] for message in messages]
             if len(spans) != roles.count("assistant"):
@@ -156,22 +165,40 @@ class Chat:
                 )
 
     def _answers(
-        self, messages: list[Any], tools: Any, text: str, where: str
+        self, messages: list[Any], inputs: Mapping[str, Any], text: str, where: str
     ) -> list[tuple[int, int]]:
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(messages[:number], tools, True, where)
-            after = self._render(messages[: number + 1], tools, False, where)
-            if not (text.startswith(after.rstrip()) and after.startswith(before)):
-                raise UserError(
-                    f"{where}: which tokens answer {number + 1} has is not known, as "
-                    f"{self._where} writes messages differently when others follow; "
-                    "mark answers in it by {% generation %} and {% endgeneration %}"
-                )
-            spans.append((len(before), max(len(after.rstrip()), len(before))))
+            if message["role"] == "assistant":
+                span = self._answer(messages, inputs, text, number)
+                if isinstance(span, str):
+                    raise UserError(
+                        f"{where}: which tokens answer {number + 1} has is not known, "
+                        f"as {self._where} {span}; mark answers in it by "
+                        "{% generation %} and {% endgeneration %}"
+                    )
+                spans.append(span)
         return spans
+
+    def _answer(
+        self, messages: list[Any], inputs: Mapping[str, Any], text: str, number: int
+    ) -> tuple[int, int] | str:
+        """Returns where an answer is in the text, or why that is not known."""
+        try:
+            before = self._write(messages[:number], inputs, True)
+            after = self._write(messages[: number + 1], inputs, False)
+        except TemplateError as error:
+            return f"does not write the messages up to it alone ({error})"
+        if not after.startswith(before):
+            return "does not begin it with the generation prompt"
+        after, end = after.rstrip(), self._tokenizer.special_tokens.get("eos_token", "")
+        if end and not text.startswith(after):  # it may end the text, not the answer
+            after = after.removesuffix(end).rstrip()
+            if text[len(after) :].lstrip().startswith(end):
+                return "writes the end of an answer differently when others follow"
+        if not text.startswith(after):
+            return "writes messages differently when others follow"
+        return len(before), max(len(after), len(before))
 
     def _split(self, text: str, where: str) -> tuple[str, list[tuple[int, int]]]:
         """Removes marks, and returns the text and the spans that they enclosed."""
@@ -192,37 +219,29 @@ class Chat:
     def _render(
         self,
         messages: Sequence[Any],
-        tools: Any,
+        inputs: Mapping[str, Any],
         add_generation_prompt: bool,
         where: str,
     ) -> str:
-        messages = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in messages
-        ]
-        variables = {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
         try:
-            return self._template.render(variables | self._tokenizer.special_tokens)
+            return self._write(messages, inputs, add_generation_prompt)
         except TemplateError as error:
             raise UserError(f"{where}: {self._where} refuses it: {error}") from error
 
-
-def tools_of(record: Mapping[str, Any], where: str) -> Any:
-    """Returns the functions that a record describes, perhaps as JSON, or None.
-
-    Raises:
-      UserError: They are a text that is no JSON.
-    """
-    tools = record.get("tools") or None
-    try:
-        return parse_json(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
-        raise UserError(f"{where}: 'tools' is not JSON: {error}") from error
+    def _write(
+        self,
+        messages: Sequence[Any],
+        inputs: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
+        given = {
+            "messages": [as_read(message) for message in messages],
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._template.render(
+            {**given, **self._tokenizer.special_tokens, **inputs}
+        )
 
 
 def load_chat(tokenizer: Tokenizer, where: str) -> Chat:
@@ -289,19 +308,3 @@ def _of_config(folder: Path) -> dict[str, str]:
         for name, template in named
         if isinstance(name, str) and isinstance(template, str)
     }
-
-
-def _checked(record: Mapping[str, Any], where: str) -> list[Any]:
-    """Returns a record's messages, if it has some with roles."""
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise UserError(
-            f"{where}: expected a list of messages under 'messages'; the record has "
-            f"{some_of(sorted(record)) or 'nothing'}"
-        )
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise UserError(f"{where}: message {number} has no 'role'")
-    if all(message["role"] != "assistant" for message in messages):
-        raise UserError(f"{where}: no message has the role 'assistant' to train on")
-    return messages

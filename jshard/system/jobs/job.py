@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from jshard.system.compat.coordination import check_mtls
 from jshard.system.errors import Preempted, UserError
 from jshard.system.jobs.cluster import ANY_PORT, PORT_TAKEN, Cluster
 from jshard.system.jobs.peers import Peers, Watched, print_line
-from jshard.system.jobs.rendezvous import gathered
+from jshard.system.jobs.rendezvous import NAMED, RETRY, gathered
+from jshard.system.jobs.schedulers import first_node
 from jshard.system.jobs.status import end_with_parent, report
 from jshard.system.network.secret import (
     SECRET_FILE,
@@ -39,7 +41,8 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
 
     Raises:
       UserError: the coordinator's port is taken, or processes were started with
-        different numbers of processes, or with the same rank; or the secret is bad.
+        different numbers of processes, or with the same rank; or the secret is bad, or
+        the name of SLURM's first node is not known.
       RunFailed: another process ended at its start, or did not come in five minutes.
       SystemExit: with 75, in all but process 0, when the job is preempted; with 98 if
         the port is taken and jshard.launch can pick another.
@@ -49,6 +52,7 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
         return
     end_with_parent()
     report(phase="waiting")
+    _check_node(cluster)
     check_mtls()
     secret = _find_secret(cluster)
     with gathered(cluster, _listen(cluster), secret), _without_proxies():
@@ -71,6 +75,30 @@ def join(cluster: Cluster | None) -> Iterator[Peers]:
     except BaseException:
         peers.wait_for_end()
     peers.leave(0)
+
+
+def _check_node(cluster: Cluster) -> None:
+    """Checks that SLURM's first node, where JAX looks for process 0, has an address.
+
+    JAX would wait for five minutes, and not say for whom.
+    """
+    if cluster.coordinator is not None or cluster.found_by != "SLURM":
+        return
+    node = first_node(os.environ)
+    deadline = time.monotonic() + NAMED
+    while True:
+        try:
+            socket.getaddrinfo(node, None)
+            return
+        except socket.gaierror as error:  # perhaps of a name server that is busy
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"process 0 is on {node}, the first node of SLURM_STEP_NODELIST, "
+                    f"and this machine knows no address of that name "
+                    f"({error.strerror}): give --coordinator=HOST:PORT, with an "
+                    f"address of {node} that all processes can reach and a free port"
+                ) from error
+        time.sleep(RETRY)
 
 
 def _find_secret(cluster: Cluster) -> bytes:

@@ -35,6 +35,7 @@ from jshard.system.network.authenticated import (
 PATIENCE = 300.0  # seconds for all processes to come, as in JAX
 ANSWER = 5.0  # seconds more for process 0 to say that they have not
 RETRY = 0.1  # seconds between attempts to connect
+NAMED = 5.0  # seconds until a host without an address is named
 LONGEST = 4096  # bytes of a message
 MOST_CALLERS = 256  # that have not proved themselves; more replace the oldest
 PURPOSE = "meeting"
@@ -225,13 +226,21 @@ def _meet(cluster: Cluster, secret: bytes) -> Connection:
     me = {"process": cluster.process_id, "processes": cluster.num_processes}
     strangers = Strangers(print_line, f"process {cluster.process_id}")
     deadline = time.monotonic() + PATIENCE
+    tell = time.monotonic() + NAMED
     while time.monotonic() < deadline:
         try:
             return call(address, PURPOSE, secret, **me)
         except Stranger as why:  # as may another job's, which ends
             strangers.name(f"from {cluster.coordinator}", why)
-        except OSError:  # nobody listens yet, or another program
-            pass
+        except OSError as error:  # nobody listens yet, or another program
+            unknown = isinstance(error, socket.gaierror)  # as is a pod's name at first
+            if unknown and time.monotonic() > tell:
+                tell = deadline
+                print_line(
+                    f"process {cluster.process_id} waits for process 0: this machine "
+                    f"knows no address of {host} ({error.strerror}); if that stays so, "
+                    "give another --coordinator=HOST:PORT"
+                )
         time.sleep(RETRY)
     raise RunFailed(
         f"process 0 did not start in {PATIENCE:g} s, cannot be reached at "

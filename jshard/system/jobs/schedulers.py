@@ -186,6 +186,14 @@ def _slurm(environ: Mapping[str, str]) -> Scheduler | None:
     return Scheduler("SLURM", "SLURM_PROCID", rank, size, None, True, local)
 
 
+def first_node(environ: Mapping[str, str]) -> str:
+    """Returns the first node of a step of SLURM, where JAX looks for process 0."""
+    # "node7", "node7,other" or "node[007-9,12],other"
+    match = re.match(r"([^,[]*)(?:\[([^],-]*))?", environ["SLURM_STEP_NODELIST"])
+    assert match is not None
+    return match[1] + (match[2] or "")
+
+
 def sees_its_own_gpus(environ: Mapping[str, str], tasks: int) -> bool:
     """Returns whether SLURM shows each of the tasks of a node GPUs that are its own.
 

@@ -15,7 +15,7 @@ import pytest
 import jshard.launch
 from jobs import Job, children, free_port, write_recipe
 from jshard.system.errors import RunFailed, UserError
-from jshard.system.jobs import rendezvous
+from jshard.system.jobs import job, rendezvous
 from jshard.system.jobs.cluster import Cluster
 from jshard.system.jobs.rendezvous import gathered
 from jshard.system.network.authenticated import Caller, Connection, call
@@ -89,6 +89,10 @@ def come(start: Start, index: int, count: int) -> Connection:
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def no_address(*args: Any, **kwargs: Any) -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 def record_ends(monkeypatch) -> list[int]:
@@ -206,6 +210,32 @@ def test_a_process_that_does_not_come_is_named(monkeypatch):
     ends = Start((0, 3), (1, 3)).wait()
     assert str(ends[0]) == "process 2 did not start in 0.5 s"
     assert ends[1].code == 1
+
+
+@pytest.mark.parametrize("nodes", ["no-node[07-9,12],b", "no-node07,b", "no-node07"])
+def test_slurm_s_first_node_without_an_address_is_named_at_once(nodes, monkeypatch):
+    monkeypatch.setattr(job, "NAMED", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    said = "process 0 is on no-node07, .* no address .* give --coordinator=HOST:PORT"
+    with (
+        pytest.raises(UserError, match=said),
+        job.join(Cluster(1, 2, None, None, "SLURM")),
+    ):
+        raise AssertionError("joined")
+
+
+def test_a_coordinator_without_an_address_is_named_while_others_wait(
+    monkeypatch, capfd
+):
+    monkeypatch.setattr(rendezvous, "PATIENCE", 1.0)
+    monkeypatch.setattr(rendezvous, "NAMED", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    cluster = Cluster(1, 2, "no-node07:2000", None, "options")
+    with pytest.raises(RunFailed), gathered(cluster, None, SECRET):
+        raise AssertionError("not gathered")
+    said = "process 1 waits for process 0: this machine knows no address of no-node07 ("
+    assert capfd.readouterr().err.count(said) == 1
 
 
 # Real processes.

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
 import time
 import zlib
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+from tensorboard.compat.proto.event_pb2 import Event
 
 import jshard
 from checkpoints import small_disk
@@ -93,6 +95,19 @@ def test_tensorboard_has_the_same_values_training_and_evaluation_apart(tmp_path)
         folder.write(1, {"loss": 0.5})
         folder.write(2, {"eval_loss": 0.25})
     assert read_scalars(tmp_path) == [("train/loss", 1, 0.5), ("eval/loss", 2, 0.25)]
+
+
+def test_tensorboard_s_events_need_neither_pytorch_nor_tensorflow(tmp_path):
+    # Which cost seconds and 186 MiB where they are installed, for a file of scalars.
+    for name in ("torch", "tensorflow"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__name__}')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); " + (
+        "import jshard.training.run.loggers.tensorboard_run"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_tensorboard_has_the_config_and_samples(tmp_path):

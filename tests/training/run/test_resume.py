@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tensorboardX.proto.event_pb2 import SessionLog
+from tensorboard.compat.proto.event_pb2 import SessionLog
 
 from jshard.recipe.changes import (
     ABSENT,

@@ -68,8 +68,7 @@ class Loggers:
                 _warn("tracker(config)", error)
             else:
                 self._loggers["tracker"] = _checked(tracker)
-        # Here, as tensorboardX imports PyTorch where it is, and other processes do not
-        # log.
+        # Here, as other processes do not log.
         from jshard.training.run.loggers.tensorboard_run import TensorboardRun
 
         self._loggers["TensorBoard"] = TensorboardRun(path, values, resume_from)

@@ -1,5 +1,6 @@
 """A run's events for TensorBoard, a file in its folder."""
 
+import os
 import socket
 import struct
 import time
@@ -7,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Not its SummaryWriter: that one's thread dies when the disk is full, with a traceback,
-# and then blocks its callers and the end of the process.
-from tensorboardX import RecordWriter, summary
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import summary_v2 as hparams
+from tensorboard.plugins.text.summary_v2 import text_pb
+
+# Not its EventFileWriter: that one's thread dies when the disk is full, with a
+# traceback, and then blocks its callers and the end of the process.
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from jshard.training.run.loggers.tracker import Tracker
 
@@ -24,7 +28,8 @@ class TensorboardRun(Tracker):
 
     def __init__(self, path: Path, config: Mapping[str, Any], resume_from: int | None):
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._file = RecordWriter(str(path / name))
+        self._file = (path / name).open("wb")
+        self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         if resume_from is not None:
             restart = SessionLog(status=SessionLog.START)
@@ -32,9 +37,13 @@ class TensorboardRun(Tracker):
         plain = {
             k: v if isinstance(v, int | float) else str(v) for k, v in config.items()
         }
-        # The third would say that the run has ended.
-        for part in summary.hparams(plain, {"train/loss": None, "eval/loss": None})[:2]:
-            self._write(summary=part)
+        shown = [hparams.Metric(tag) for tag in ("train/loss", "eval/loss")]
+        # A domain without values leaves all filters of a type to TensorBoard's page.
+        keys = [
+            hparams.HParam(k, hparams.Discrete((), type(v))) for k, v in plain.items()
+        ]
+        self._write(summary=hparams.hparams_config_pb(keys, shown))
+        self._write(summary=hparams.hparams_pb(plain))
 
     def log(self, step: int, when: float, values: Mapping[str, float]) -> None:
         """Adds the metrics of a step, and the time in seconds since 1970."""
@@ -46,7 +55,7 @@ class TensorboardRun(Tracker):
     def text(self, step: int, name: str, text: str) -> None:
         """Adds a text, indented: TensorBoard would take it for Markdown."""
         lines = "".join(f"    {line}\n" for line in text.splitlines())
-        self._write(step=step, summary=summary.text(f"samples/{name}", lines))
+        self._write(step=step, summary=text_pb(f"samples/{name}/text_summary", lines))
 
     def picture(self, step: int, name: str, file: Path) -> None:
         """Adds a picture, in a PNG file."""
@@ -61,6 +70,7 @@ class TensorboardRun(Tracker):
     def send(self) -> None:
         """Waits until all of it is on the disk."""
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self, *, failed: bool) -> None:
         """Closes the file, whether or not the run failed."""
@@ -69,7 +79,7 @@ class TensorboardRun(Tracker):
 
     def _write(self, **event: Any) -> None:
         event = {"wall_time": time.time(), **event}
-        self._file.write(Event(**event).SerializeToString())
+        self._records.write(Event(**event).SerializeToString())
 
 
 def _tag(name: str) -> str:
