@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6034,
+    "system": 6079,
     "sharding": 1,
     "sharding/settings": 1971,
     "sharding/layout": 2601,
@@ -28,11 +28,11 @@ MOST_LINES = {
     "sharding/step": 3419,
     "nn": 1465,
     "storage": 8361,
-    "data": 6803,
+    "data": 6875,
     "recipe": 2982,
     "plan": 10400,
     "inference": 2524,
-    "training": 6772,
+    "training": 6781,
     "the commands": 1374,
     "the public names": 719,
 }
