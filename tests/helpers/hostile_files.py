@@ -176,8 +176,8 @@ def schedulers_reader(folder: Path):
 
 def adapters_reader(folder: Path, name: str = peft.CONFIG):
     state = _adapted()
-    names = reading._tensor_names(reading._adapters(state))
-    found = {x for place in peft.places(names, PLACES).values() for x in place.names}
+    places = reading._places(reading._trained(state), PLACES)
+    found = {x for place in places.values() for x in place.names}
     shapes = {x: (2, 4) if "lora_A" in x else (4, 2) for x in found}
     tensors = {x: np.ones(shape, np.float32) for x, shape in shapes.items()}
     safetensors.numpy.save_file(tensors, folder / peft.TENSORS)
