@@ -29,8 +29,7 @@ from jshard.models.moe import (
     load_balancing_loss,
     without_padding,
 )
-from jshard.nn import own_columns
-from jshard.nn.dropout import EmbeddingNoise
+from jshard.nn import EmbeddingNoise, own_columns
 from jshard.nn.tiles import tiled
 
 __all__ = ["Block", "Llama", "LlamaConfig"]

@@ -3,6 +3,7 @@
 from jshard.nn.adapted import adapters_off, kernel_of
 from jshard.nn.attention import documents, dot_product_attention
 from jshard.nn.cross_entropy import cross_entropy, token_log_probs
+from jshard.nn.dropout import EmbeddingNoise
 from jshard.nn.lora import add_lora
 from jshard.sharding.axes.context import (
     on_whole_sequences,
@@ -22,6 +23,7 @@ from jshard.sharding.layout.splits import Split
 from jshard.sharding.settings.maximum import Max
 
 __all__ = [
+    "EmbeddingNoise",
     "Max",
     "Split",
     "StepSum",
