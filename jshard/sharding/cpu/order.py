@@ -243,7 +243,8 @@ def _take_turns(
         jaxpr = jaxprs.flat_jaxpr(jaxpr, inputs)
     jaxpr = jaxprs.without_unused(jaxpr)  # the token would keep dead collectives alive
     if tied is None:
-        tied = any(map(_has_sequence, jaxpr.jaxpr.eqns))
+        inner = any(map(_has_sequence, jaxpr.jaxpr.eqns))
+        tied = not BARRIERS_HOLD_ON_CPUS or inner
     env = jaxprs.environment(jaxpr, inputs)
     outputs = jaxpr.jaxpr.outvars
     left = dict(enumerate(jaxpr.jaxpr.eqns))

@@ -206,7 +206,7 @@ class Policy(UnitPolicy):
     )
 
     loss_scale_hysteresis: int = knob(
-        1, "which overflow after a doubling first halves it (DeepSpeed: 2)", at_least=1
+        1, "which overflow of a scale halves it", at_least=1, more="DeepSpeed has 2."
     )
 
     min_shard_elements: int = knob(
