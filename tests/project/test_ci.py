@@ -137,6 +137,14 @@ def test_a_part_follows_from_the_commit(stages):
     assert [slow(f"{i:040x}") for i in range(25)] == [*range(1, 25), 1]
 
 
+def test_a_part_without_tests_is_no_failure_but_nothing_else_may_be_empty(stages):
+    session = mock.Mock()
+    for words in ("-m slow --part=9/24", "-m core"):
+        stages.pytest(session, Path("python"), words)
+    codes = [call.kwargs["success_codes"] for call in session.run.call_args_list]
+    assert codes == [[0, 5], [0]]
+
+
 def test_a_person_chooses_the_part(stages):
     stages.slow(session := Session("3/24"))
     assert session.parts() == [(3, 24)]
