@@ -19,7 +19,7 @@ MOST_LINES = {
     "sharding/settings": 1971,
     "sharding/layout": 2601,
     "sharding/axes": 741,
-    "sharding/cpu": 475,
+    "sharding/cpu": 476,
     "sharding/collectives": 908,
     "sharding/float8": 888,
     "sharding/update": 2432,

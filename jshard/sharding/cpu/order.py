@@ -11,8 +11,9 @@ collectives under the same key, and hang or receive each other's data. Only data
 dependencies always enforce an order.
 
 A sequence without loops or branches that have collectives, such as the body of most
-loops, is left alone. Around those, ``in_order`` threads a token through the program: an
-integer that is always 0, which the compiler cannot know. Inside ``shard_map``, where
+loops, is left alone since JAX 0.11, whose XLA obeys barriers. All others read a token
+that ``in_order`` threads through the program: an integer that is always 0, which the
+compiler cannot know. Inside ``shard_map``, where
 collectives are explicit, each reads what the previous one wrote. Outside it, XLA's
 partitioner may turn any operation into a collective, so that operations with a sequence
 of their own run one at a time: what one of them needs runs before it, and all else
