@@ -37,7 +37,11 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def losses(num_experts: int = 0, **mesh: Any) -> list[float]:
     """Trains for three steps; every process reads what its devices' rows are."""
-    fsdp = jshard.FSDP(jshard.make_mesh(**mesh), jshard.Policy(min_shard_elements=0))
+    fsdp = jshard.FSDP(
+        jshard.make_mesh(**mesh),
+        jshard.Policy(min_shard_elements=0),
+        sequences=("tokens", "weights"),
+    )
     tx = optax.sgd(0.1)
     model = functools.partial(make_model, num_experts)
     state, step = fsdp.init(model, tx), fsdp.train_step(loss_fn, tx)
