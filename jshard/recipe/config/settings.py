@@ -185,6 +185,13 @@ class WatchSettings:
         "be the same; 0 is never",
         at_least=0,
     )
+    replay_state: str = knob(
+        "device",
+        "where the state before a step waits while replay computes the step again: "
+        "device, beside a second one; or host, in host memory, where it does not fit "
+        "twice on the devices",
+        choices=("device", "host"),
+    )
     replicas: int = knob(
         0,
         "steps between two comparisons of what several devices hold copies of; 0 is "

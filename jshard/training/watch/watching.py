@@ -50,14 +50,17 @@ class Watching:
         notes = []
         if every := self._settings.replay:
             job, seed = run.job, run.settings.seed
+            on_host = self._settings.replay_state == "host"
+            loss_fn = job.configured.recipe.loss_fn
             self._replay = Replay(
-                job.fsdp, job.configured.recipe.loss_fn, job.optimizer, seed
+                job.fsdp, loss_fn, job.optimizer, seed, on_host=on_host
             )
             size = format_bytes(_bytes_of_shards(run.abstract_state))
+            what = "its state in host memory" if on_host else "a second state"
             far = self._replay.distances[0]
             notes.append(
                 f"replay          of the first step and every {_th(every)}, on the "
-                f"devices {far} further on; a second state, {size} per device"
+                f"devices {far} further on; {what}, {size} per device"
             )
         if every := self._settings.replicas:
             number, arrays, size = bytes_sent(self._mesh, run.abstract_state)
@@ -88,7 +91,10 @@ class Watching:
         if self._replay is not None:
             self._run.peers.at("computing a step again", step + 1)
             batch = self._run.job.fsdp.shard_batch(self._run.filled(rows))
-            if found := self._replay.check(self._run.state, batch):
+            source = self._replay.source(self._run.state)
+            found = self._replay.check(source, batch)
+            self._run.state = source.state()
+            if found:
                 self._tell(step + 1, found, batch, kept="")
 
     def train_step(
@@ -140,15 +146,18 @@ class Watching:
         with log.drained(shows=False):
             self._run.peers.at("computing a step again", step)
             started = time.monotonic()
-            other = replay.elsewhere(state, batch, replay.distances[0])
+            source = replay.source(state)
+            other = replay.elsewhere(source, batch, replay.distances[0])
             self._took = time.monotonic() - started
             self._run.peers.at("step", step)
-        results, here = replay.here(state, batch)
+        results, here = replay.here(source, batch)
         if not differs(here, other):
             return results
-        del results  # so that no third state is in memory
-        found = replay.explain(state, batch, here, other)
+        del results  # so that no other state is in memory
+        found = replay.explain(source, batch, here, other)
         ends, kept = self._settings.on_difference == "end", ""
+        if ends:
+            self._run.state = source.state()
         if ends and self._run.settings.checkpoint.every and step > self._first:
             try:
                 saving.save(step - 1, log)
@@ -157,7 +166,7 @@ class Watching:
             except RunFailed as error:  # who computed wrong is told all the same
                 kept = f"; the state before it could not be saved: {error}"
         self._tell(step, found, batch, kept)
-        return replay.here(state, batch)[0]
+        return replay.here(source, batch)[0]
 
     def _tell(self, step: int, found: Difference, batch: Any, kept: str) -> None:
         """Ends the run with what a difference shows, or says it."""

@@ -1,8 +1,10 @@
 """A step again on other devices: the same bits, or who computed others."""
 
 import dataclasses
+import gc
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from filled import filled
 from flipped import Flip, Flipping, Model, loss_fn, rows
 from jshard.sharding.step.replay.bits import hash_bits
 from jshard.sharding.step.replay.replayed import Difference, Replay
-from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh
+from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh, send
 from jshard.sharding.step.replay.sent import Event, Loop
 from jshard.sharding.step.replay.verdict import Computation, differs, judge
 
@@ -123,6 +125,7 @@ class Watched:
         self, number: int, *, stacked: bool = False, layers: int = 3, **sizes: Any
     ):
         accumulate = sizes.pop("accumulate", 1)
+        on_host = sizes.pop("on_host", False)
         policy = jshard.Policy(min_shard_elements=0, accumulate=accumulate)
         self.fsdp = jshard.FSDP(mesh_of(number, **sizes), policy)
         self.optimizer = optax.sgd(1e-2)
@@ -134,16 +137,18 @@ class Watched:
                 variable.set_value(np.asarray(own, np.int32))
         self.state = self.fsdp.from_model(model, self.optimizer)
         self.batch = self.fsdp.shard_batch(rows())
-        self.replay = Flipping(self.fsdp, loss_fn, self.optimizer)
+        self.replay = Flipping(self.fsdp, loss_fn, self.optimizer, on_host=on_host)
 
     def find(self, fault: Flip | None) -> Difference | None:
         self.replay.fault, self.replay.made = fault, 0
-        given = self.state, self.batch
+        given = self.replay.source(self.state), self.batch
         other = self.replay.elsewhere(*given, self.replay.distances[0])
         here = self.replay.here(*given)[1]
-        if not differs(here, other):
-            return None
-        return self.replay.explain(*given, here, other)
+        found = None
+        if differs(here, other):
+            found = self.replay.explain(*given, here, other)
+        self.state = given[0].state()
+        return found
 
 
 @pytest.mark.slow
@@ -171,6 +176,7 @@ def test_a_bit_that_flips_on_a_device_is_found_there_and_none_else():
         (4, {"replica": 2}),
         (8, {"replica": 8, "fsdp": 1}),
         (2, {"stacked": True}),
+        (4, {"on_host": True}),
     ],
     ids=str,
 )
@@ -194,12 +200,44 @@ def test_a_hundred_flipped_bits_are_all_found_and_named(number, options):
     assert watched.find(None) is None
 
 
+def test_a_state_in_host_memory_is_on_the_devices_once_and_stays_the_same():
+    mesh, optimizer = mesh_of(2), optax.sgd(1e-2)
+    fsdp = jshard.FSDP(mesh, jshard.Policy(min_shard_elements=0))
+    state = fsdp.from_model(Model(nnx.Rngs(0), 1, stacked=False), optimizer)
+    before = jax.tree.map(np.array, state)
+    replay = Replay(fsdp, loss_fn, optimizer, on_host=True)
+    batch = fsdp.shard_batch(rows())
+
+    def on_devices() -> int:
+        gc.collect()
+        found = [x for x in jax.live_arrays() if x.sharding.memory_kind == "device"]
+        return sum(x.nbytes for x in found)
+
+    full = on_devices()
+    source = replay.source(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    size = sum(x.nbytes for x in jax.tree.leaves(before))
+    assert on_devices() <= full - size
+    other = replay.elsewhere(source, batch, 1)
+    (after, _), here = replay.here(source, batch)
+    assert not differs(here, other)
+    assert int(after.step) == 1
+    again = source.state()
+    chex.assert_trees_all_equal(again, before)
+    # What moves is freed where it was, and the step there takes its memory.
+    moved = send(again, mesh, 1)
+    assert all(x.is_deleted() for x in jax.tree.leaves(again))
+    replay.program(1)(moved, move([batch, jnp.int32(0)], mesh, 1)[0])
+    assert all(x.is_deleted() for x in jax.tree.leaves(moved))
+
+
 @pytest.mark.slow
 def test_a_replayed_step_is_the_step_and_leaves_its_state():
     watched = Watched(8, replica=2, stacked=True, accumulate=2)
     step = watched.fsdp.train_step(loss_fn, watched.optimizer)
     want = step(watched.state.copy(), watched.batch)
-    got, _ = watched.replay.here(watched.state, watched.batch)
+    source = watched.replay.source(watched.state)
+    got, _ = watched.replay.here(source, watched.batch)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     assert int(watched.state.step) == 0
@@ -214,8 +252,9 @@ def test_no_false_alarm_in_ten_thousand_steps():
         batch = rows()
         batch["x"] = rng.normal(size=batch["x"].shape).astype(np.float32)
         batch = watched.fsdp.shard_batch(batch)
-        other = replay.elsewhere(state, batch, 1)
-        (state, _), here = replay.here(state, batch)
+        source = replay.source(state)
+        other = replay.elsewhere(source, batch, 1)
+        (state, _), here = replay.here(source, batch)
         assert not differs(here, other), int(state.step)
 
 
@@ -241,7 +280,8 @@ def test_other_axes_compute_the_same_bits_elsewhere(sizes):
     state = fsdp.from_model(tiny_axes.made(), tiny_axes.TX)
     batch = fsdp.shard_batch(tiny_axes.batch())
     replay = Replay(fsdp, tiny_axes.loss_fn, tiny_axes.TX)
-    assert replay.check(state, batch) is None
+    source = replay.source(state)
+    assert replay.check(source, batch) is None
     other = {name: x + (name == "x") for name, x in tiny_axes.batch().items()}
-    other = replay.here(state, fsdp.shard_batch(other))[1]
-    assert differs(replay.here(state, batch)[1], other)
+    other = replay.here(source, fsdp.shard_batch(other))[1]
+    assert differs(replay.here(source, batch)[1], other)

@@ -57,8 +57,8 @@ class Broken(Flipping):
     )
     newest: "Broken"
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         Broken.newest = self
 
 
@@ -67,12 +67,20 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
+@pytest.mark.parametrize(
+    ("place", "note"),
+    [
+        ("device", "a second state, "),
+        pytest.param("host", "its state in host memory, ", marks=pytest.mark.slow),
+    ],
+)
 def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
-    tmp_path, capsys, monkeypatch
+    place, note, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(watching, "Replay", Broken)
     ended, gone_on = tmp_path / "ended", tmp_path / "gone_on"
-    trainer = make(ended, config={"watch.replay": 2})
+    config = {"watch.replay": 2, "watch.replay_state": place}
+    trainer = make(ended, config=config)
     with pytest.raises(RunFailed) as caught:
         trainer.fit()
     assert re.fullmatch(
@@ -83,7 +91,7 @@ def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
     )
     assert (
         "replay          of the first step and every 2nd, on the devices 1 further on; "
-        "a second state, "
+        + note
     ) in capsys.readouterr().out
     found = json.loads((ended / "run/difference-step-2.json").read_text())
     assert (found["step"], found["found"], found["places"]) == (2, "device", [1])
@@ -101,13 +109,11 @@ def test_a_difference_ends_the_run_or_is_said_and_the_bits_are_right_in_both(
     # It goes on unwatched, without a word but that this key is another one.
     make(ended).fit()
     start, _, rest = capsys.readouterr().out.partition("\n")
-    assert start.endswith(
-        "run after step 1; config differs from the run's: watch.replay 2 -> 0"
-    )
+    assert "run after step 1; config differs from the run's: " in start
+    assert "watch.replay 2 -> 0" in start
     assert "replay" not in rest
     # What goes on instead computes the step again, so that both are the same run.
-    config = {"watch.replay": 2, "watch.on_difference": "go_on"}
-    make(gone_on, config=config).fit()
+    make(gone_on, config=config | {"watch.on_difference": "go_on"}).fit()
     said = " ".join(capsys.readouterr().out.split())
     assert "step 2: device 1 (process 0, host " in said
     assert "; the run goes on (watch.on_difference)" in said

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -17,8 +18,9 @@ from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
 from jshard.sharding.step.program.together import Together
 from jshard.sharding.step.replay.bits import hash_shards, on_host, spec_of
-from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh
+from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh, send
 from jshard.sharding.step.replay.sent import Event, Result, recorded
+from jshard.sharding.step.replay.source import Source
 from jshard.sharding.step.replay.verdict import Computation, Verdict, differs, judge
 from jshard.system.errors import UserError
 
@@ -44,14 +46,15 @@ class Replay:
     """The train step of a loss, on the mesh of an FSDP and on the same mesh rolled.
 
     Each computation has hashes of all that devices send to each other, of their shards
-    of gradients, and of the new state and the metrics. One more state is in memory
-    while there are two.
+    of gradients, and of the new state and the metrics.
 
     Args:
       fsdp: whose mesh has at least two devices.
       loss_fn: as of ``FSDP.train_step``, as are optimizer and seed.
       optimizer: the transformation that states are made with.
       seed: of ``rngs``.
+      on_host: whether the state stays in host memory between computations, so that
+        devices hold one; else a computation holds one more than a step does.
 
     Raises:
       UserError: there is one device, an axis that jshard does not know, or state in
@@ -64,6 +67,8 @@ class Replay:
         loss_fn: Callable[..., Any],
         optimizer: optax.GradientTransformation,
         seed: int = 0,
+        *,
+        on_host: bool = False,
     ):
         self.mesh: Mesh = fsdp.mesh  # pyright: ignore[reportAttributeAccessIssue]
         if self.mesh.size == 1:
@@ -81,45 +86,50 @@ class Replay:
         self.distances = distances(self.mesh)
         self.events: list[Event] = []
         self._fsdp, self._train = fsdp, (loss_fn, optimizer, seed)
+        self._on_host = on_host
         self._programs: dict[int, Any] = {}
 
-    def elsewhere(self, state: TrainState, batch: Any, distance: int) -> Computation:
-        """Computes the step on the mesh, rolled; keeps nothing but hashes.
+    def source(self, state: TrainState) -> Source:
+        """Returns the state before a step for what follows, which may delete it."""
+        return Source(state, on_host=self._on_host)
 
-        ``state`` and ``batch`` stay as they are.
-        """
-        state, batch = move((state, batch), self.mesh, distance)
+    def elsewhere(self, source: Source, batch: Any, distance: int) -> Computation:
+        """Computes the step on the mesh, rolled; keeps nothing but hashes."""
+        moves = send if self._on_host else move
+        state = moves(source.state(), self.mesh, distance)
+        # An integer goes along, by which CPUs order what is sent.
+        batch, _ = move((batch, jnp.int32(0)), self.mesh, distance)
         return self._compute(state, batch, distance)[1]
 
     def here(
-        self, state: TrainState, batch: Any
+        self, source: Source, batch: Any
     ) -> tuple[tuple[TrainState, dict[str, jax.Array]], Computation]:
-        """Computes the step where the state is, which stays; returns results, too."""
-        return self._compute(state, batch, 0)
+        """Computes the step where the state is; returns its results, too."""
+        return self._compute(source.state(), batch, 0)
 
     def explain(
-        self, state: TrainState, batch: Any, *computations: Computation
+        self, source: Source, batch: Any, *computations: Computation
     ) -> Difference:
         """Computes a step that differed again, on more devices and on the same."""
-        more = [self.elsewhere(state, batch, x) for x in self.distances[1:]]
-        more.append(self.here(state, batch)[1])
+        more = [self.elsewhere(source, batch, x) for x in self.distances[1:]]
+        more.append(self.here(source, batch)[1])
         if not self.distances[1:]:
-            more.append(self.elsewhere(state, batch, self.distances[0]))
+            more.append(self.elsewhere(source, batch, self.distances[0]))
         found = (*computations, *more)
         return Difference(judge(self.events, found), tuple(self.events), found)
 
-    def check(self, state: TrainState, batch: Any) -> Difference | None:
+    def check(self, source: Source, batch: Any) -> Difference | None:
         """Computes a step twice on the same devices, and once on others."""
-        first, again = self.here(state, batch)[1], self.here(state, batch)[1]
-        other = self.elsewhere(state, batch, self.distances[0])
+        first, again = self.here(source, batch)[1], self.here(source, batch)[1]
+        other = self.elsewhere(source, batch, self.distances[0])
         if not differs(first, again) and not differs(first, other):
             return None
-        return self.explain(state, batch, first, other, again)
+        return self.explain(source, batch, first, other, again)
 
     def program(self, distance: int) -> Callable[[TrainState, Any], Any]:
         """Returns the step with ``Hashes``, ``(state, metrics), hashes``, for a mesh.
 
-        The one of a rolled mesh takes the memory of its state.
+        It takes the memory of its state, unless that is the run's own.
         """
         if distance not in self._programs:
             mesh = rolled_mesh(self.mesh, distance)
@@ -132,7 +142,7 @@ class Replay:
 
             jitted = jax.jit(
                 train_step,
-                donate_argnums=0 if distance else (),
+                donate_argnums=0 if distance or self._on_host else (),
                 compiler_options=fsdp.compiler_options or None,
             )
             self._programs[distance] = Together(jitted, mesh)
