@@ -178,14 +178,11 @@ def _plan(argv: list[str]) -> None:
     if arguments.config is None:
         raise UserError("--config=FILE is missing, or --from-hlo=FILE; see --help")
     path = find_recipe(str(arguments.config))
+    _choose_platform(ATTACHED if arguments.help else where)
     if not arguments.help:
         _check_where(arguments)
         check_files(arguments, (*_FILES, "fit"))
     speed = find_constants(str(arguments.constants))
-    choose_platform()
-    if not arguments.help and where != ATTACHED:  # absent GPUs: compiles on the CPU
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        jax.config.update("jax_platforms", "cpu")
     with open_recipe(path) as recipe:
         if arguments.help:
             config = complete(recipe.get_config(), recipe.name)
@@ -216,6 +213,14 @@ def _plan(argv: list[str]) -> None:
         _show(plan, traced, arguments)
 
 
+def _choose_platform(where: str | None) -> None:
+    """Selects the CPU for absent GPUs, too, for which it compiles."""
+    choose_platform()
+    if where != ATTACHED:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
+
+
 def _plan_file(arguments: SimpleNamespace) -> None:
     for name in ("config", "search", "topologies", "imbalance"):
         if getattr(arguments, name) != COMMAND.options[name].default:
@@ -225,12 +230,11 @@ def _plan_file(arguments: SimpleNamespace) -> None:
     where = arguments.topology
     if where is None:
         raise UserError("--topology=GPU:NUMBER is missing; see --help")
+    _choose_platform(where)
     if where != ATTACHED:
         topology.parse(where)
-        os.environ["JAX_PLATFORMS"] = "cpu"
     check_files(arguments, (*_FILES, "fit"))
     speed = find_constants(str(arguments.constants))
-    choose_platform()
     traced = read_profile(arguments.profile) if arguments.profile else None
     _show(plan_file(arguments.from_hlo, where, speed), traced, arguments)
 

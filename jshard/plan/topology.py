@@ -22,10 +22,15 @@ from jshard.system.formatting import did_you_mean
 
 CUDNN = (9, 11, 0)  # JAX asks for 9.8, and for 9.11 to attend on B300 and GB300
 CUDA = (12, 9, 0)
+TOPOLOGY = ".topology"  # how the name of a serialized topology ends
 
 
 def parse(spec: str) -> tuple[GPU, int]:
     """Parses ``"h100:64"``, or ``"cluster.toml:64"``, into the GPU and 64.
+
+    A file ``"cluster.topology"`` says both: what
+    ``jax.experimental.topologies.get_attached_topology().serialize()`` returns on the
+    cluster, by JAX 0.12 or later.
 
     The GPU's ``domain`` is that of so many: they fill as few NVLink domains as hold
     equal numbers of hosts. 256 GB200s are four times 64 of a rack's 72.
@@ -34,6 +39,8 @@ def parse(spec: str) -> tuple[GPU, int]:
       UserError: the spec has another form, the GPU is unknown, the number does not
         fill hosts, or the file is not that of a cluster.
     """
+    if spec.endswith(TOPOLOGY):
+        return _described(spec)
     match = re.fullmatch(r"(.+):(\d{1,6})", spec)
     if match is None:
         raise UserError(f"topology: {spec!r} is not GPU:NUMBER, like h100:64")
@@ -45,6 +52,11 @@ def parse(spec: str) -> tuple[GPU, int]:
             f"{', '.join(GPUS)}, or a {SUFFIX} file of your own"
         )
     gpu = GPUS[name] if name in GPUS else read_cluster(Path(match[1]))
+    return _in_domains(gpu, number, spec), number
+
+
+def _in_domains(gpu: GPU, number: int, spec: str) -> GPU:
+    """Returns the GPU with the hosts and domains of so many."""
     if number < 1 or (number > gpu.host and number % gpu.host):
         raise UserError(
             f"topology: {spec!r}: the number of GPUs must be 1 to {gpu.host}, or a "
@@ -53,7 +65,26 @@ def parse(spec: str) -> tuple[GPU, int]:
     host = min(gpu.host, number)
     fewest, hosts = -(-number // gpu.domain), number // host
     domains = next(n for n in range(fewest, hosts + 1) if hosts % n == 0)
-    return dataclasses.replace(gpu, host=host, domain=number // domains), number
+    return dataclasses.replace(gpu, host=host, domain=number // domains)
+
+
+def _described(spec: str) -> tuple[GPU, int]:
+    """Returns what a topology is of that JAX serialized on a cluster."""
+    there = _read(spec)
+    kind, number = there[0].device_kind, len(there)
+    known = [gpu for gpu in GPUS.values() if gpu.name == kind]
+    if not known:
+        raise UserError(
+            f"topology: {spec} is of {kind}, whose figures are unknown: describe the "
+            f"cluster by a {SUFFIX} file, which names the GPU that it is most like"
+        )
+    host = number // len({device.process_index for device in there})
+    gpu = (
+        known[0]
+        if known[0].host == host
+        else dataclasses.replace(known[0], host=host, domain=max(host, known[0].domain))
+    )
+    return _in_domains(gpu, number, spec), number
 
 
 def devices(spec: str) -> list[Any]:
@@ -74,12 +105,24 @@ def devices(spec: str) -> list[Any]:
             "topology: compiling for absent GPUs runs on the CPU: set "
             "JAX_PLATFORMS=cpu in the environment"
         )
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=_target_config(gpu),
-        topology=f"1x{number // gpu.host}x{gpu.host}",
+    if spec.endswith(TOPOLOGY):
+        return _read(spec)
+    return _absent(gpu, f"1x{number // gpu.host}x{gpu.host}")
+
+
+def _absent(gpu: GPU, shape: str) -> list[Any]:
+    config = _target_config(gpu)
+    found = topologies.get_topology_desc(
+        "", "cuda", target_config=config, topology=shape
     )
-    return list(topology.devices)
+    return list(found.devices)
+
+
+def _read(path: str) -> list[Any]:
+    """Returns the devices of a serialized topology."""
+    require_plugin()
+    _absent(GPUS["h100"], "1x1x1")  # JAX loads the plugin for it, and not to read one
+    return absent_gpus.read_topology(Path(path))
 
 
 def require_plugin() -> None:

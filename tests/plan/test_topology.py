@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import topologies
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
@@ -49,7 +50,7 @@ def test_each_gpu_is_known_by_its_own_name():
     others = {
         "rtx4090": "rtx 4090", "rtx5090": "rtx 5090", "rtx6000ada": "rtx 6000 ada",
         "rtxpro6000": "rtx pro 6000", "a6000": "rtx a6000", "a100-40": "a100",
-        "h100-pcie": "h100 pcie",
+        "h100-pcie": "h100 pcie", "h100-96": "h100",
     }  # fmt: skip
     assert names == {n: n for n in GPUS} | others
     for gpu in GPUS.values():
@@ -59,7 +60,7 @@ def test_each_gpu_is_known_by_its_own_name():
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("v100:8", "unknown GPU 'v100'; possible: a100, a100-40, h100, h100-pcie"),
+        ("v100:8", "unknown GPU 'v100'; possible: a100, a100-40, h100, h100-96"),
         ("rtx6000:8", "unknown GPU 'rtx6000'; did you mean rtxpro6000?"),
         ("h100", "'h100' is not GPU:NUMBER, like h100:64"),
         ("h100:eight", "is not GPU:NUMBER"),
@@ -72,6 +73,43 @@ def test_each_gpu_is_known_by_its_own_name():
 def test_other_specs_are_refused_with_what_is_possible(spec, says):
     with pytest.raises(jshard.UserError, match=says):
         devices(spec)
+
+
+new = pytest.mark.skipif(
+    not (hasattr(topologies.TopologyDescription, "deserialize") and has_plugin()),
+    reason="JAX 0.12 with its CUDA plugin reads topologies",
+)
+old = pytest.mark.skipif(
+    hasattr(topologies.TopologyDescription, "deserialize") or not has_plugin(),
+    reason="JAX before 0.12 with its CUDA plugin",
+)
+
+
+@new
+def test_a_topology_that_jax_wrote_is_the_clusters_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    path = tmp_path / "mine.topology"
+    there: Any = topologies.TopologyDescription(devices("h100:16"))
+    path.write_bytes(there.serialize())
+    assert parse(str(path)) == parse("h100:16")
+    assert [x.process_index for x in devices(str(path))] == 8 * [0] + 8 * [1]
+
+
+@new
+@pytest.mark.parametrize("content", [None, b"", b"no topology", bytes(range(200))])
+def test_what_is_no_topology_is_refused(content, tmp_path):
+    path = tmp_path / "mine.topology"
+    if content is not None:
+        path.write_bytes(content)
+    what = "No such file" if content is None else "is no topology that JAX"
+    with pytest.raises(jshard.UserError, match=f"^topology: {path}:? {what}"):
+        parse(str(path))
+
+
+@old
+def test_an_older_jax_says_that_it_reads_no_topology(tmp_path):
+    with pytest.raises(jshard.UserError, match=r"mine\.topology needs JAX 0\.12 or"):
+        parse(str(tmp_path / "mine.topology"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6079,
+    "system": 6131,
     "sharding": 1,
     "sharding/settings": 1971,
     "sharding/layout": 2601,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 8361,
     "data": 6875,
     "recipe": 2989,
-    "plan": 10400,
+    "plan": 10454,
     "inference": 2524,
     "training": 6790,
     "the commands": 1374,

@@ -176,6 +176,8 @@ _RACK = {"host": 4, "domain": 72, "bus": 7.0}  # NVL72; NVLink-C2C to the CPU, 4
 # CUDA reports, as users quote it (23.65 and 44.42 GiB). Their links are PCIe 4.0 x16.
 # Network ports: HGX and GB200 have ConnectX-7, B300 and GB300 ConnectX-8, L40S the 200
 # Gb/s a GPU of NVIDIA's reference design 2-8-5-200; 100 Gb/s are a guess for the rest.
+# The H100 of 96 GB and 500 W is that of published runs of torchtitan, with 2.4 TB/s
+# and, by percentages, 95 GiB; it may stay below its peak, and no run confirms it.
 # XLA has none of rtx5090 and rtx6000ada, either: CUDA's deviceQuery and the memory that
 # PyTorch reports, as users quote them (NVIDIA/nccl#1637, 44.43 GiB with ECC).
 GPUS = {
@@ -189,6 +191,10 @@ GPUS = {
     ),
     "h100": GPU(
         "NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 84_942_979_072, 3.35232e12,
+        52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H100"], 450e9,
+    ),
+    "h100-96": GPU(
+        "NVIDIA H100 96GB HBM2e", (9, 0), 132, 128, 102_005_473_280, 2.4e12,
         52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H100"], 450e9,
     ),
     "h100-pcie": GPU(

@@ -10,12 +10,16 @@ absent GPUs; training is not affected.
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental import topologies
 from jax.sharding import Mesh
+
+from jshard.system.errors import UserError
 
 
 @contextlib.contextmanager
@@ -31,6 +35,30 @@ def cudnn_attention(
         is_cuda_compute_capability_equal=lambda x: capability == _numbers(x),
     ):
         yield
+
+
+def read_topology(path: Path) -> list[Any]:
+    """Returns devices to compile for from a topology that JAX serialized.
+
+    Raises:
+      UserError: The file cannot be read, is none, or this JAX is older than 0.12.
+    """
+    read = getattr(topologies.TopologyDescription, "deserialize", None)
+    if read is None:
+        raise UserError(
+            f"topology: {path} needs JAX 0.12 or later, and this is {jax.__version__}"
+        )
+    try:
+        found = list(read(path.read_bytes()).devices)
+    except OSError as error:
+        raise UserError(f"topology: {path}: {error.strerror}") from error
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        raise UserError(
+            f"topology: {path} is no topology that JAX {jax.__version__} serialized"
+        ) from error
+    if not found or found[0].platform != "gpu":
+        raise UserError(f"topology: {path} is not of GPUs")
+    return found
 
 
 def cudnn_version() -> tuple[int, int]:
