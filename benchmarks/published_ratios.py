@@ -19,6 +19,7 @@ from jshard.recipe.make_config import make_config
 from jshard.recipe.recipe_path import find_recipe
 
 GB = 1e9
+GIB = 2**30 / GB
 
 
 class Run(NamedTuple):
@@ -28,7 +29,7 @@ class Run(NamedTuple):
     recipe: str
     topology: str  # "FOUR" stands for hosts of four H200s
     keys: dict[str, Any]
-    seconds: float
+    seconds: float | None  # None: not published
     memory: float | None = None  # GB
 
 
@@ -75,7 +76,40 @@ def kempner(
     return Run(name, "llama.py:3-8b", topology, keys, seconds, memory)
 
 
+def titan(gpus: int, seconds: float | None, gib: float) -> Run:
+    """Llama 3.1 8B by torchtitan on H100s of 96 GB: float32 weights, bf16 products.
+
+    What its selective checkpointing keeps, every other product, is less than "dots".
+    """
+    keys = {
+        "batch_size": 2 * gpus,
+        "policy.remat": "dots",
+        "policy.accumulate": 1,
+        "policy.precision.reduce": "float32",
+    }
+    name = f"8B on {gpus}"
+    return Run(name, "llama.py:3-8b", f"h100-96:{gpus}", keys, seconds, gib * GIB)
+
+
+def tune(name: str, remat: str, chunk: int, seconds: float, gib: float) -> Run:
+    """Llama 3.2 3B by torchtune on one A100: weights and moments in bf16, AdamW."""
+    keys = {
+        "batch_size": 2,
+        "policy.remat": remat,
+        "policy.accumulate": 1,
+        "policy.precision.param": "bfloat16",
+        "model.num_layers": 28,
+        "model.num_heads": 24,
+        "model.width": 3072,
+        "model.sequence_length": 4096,
+        "model.loss_chunk": chunk,
+    }
+    return Run(name, "llama.py:3-1b", "a100:1", keys, seconds, gib * GIB)
+
+
 FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/train/benchmarking"
+TITAN = "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412"
+TUNE = "https://github.com/meta-pytorch/torchtune, README"
 KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/tree/5666d0d"
 GROUPS: dict[str, tuple[str, tuple[Run, ...]]] = {
     "mpt-7b": (
@@ -96,6 +130,14 @@ GROUPS: dict[str, tuple[str, tuple[Run, ...]]] = {
             mpt("70B", 128, 8, "full", 15.4858),
             mpt("70B", 256, 8, "full", 15.83),
             mpt("70B", 512, 8, "full", 16.2701),
+        ),
+    ),
+    "torchtitan": (TITAN, (titan(8, 2.4575, 77.0), titan(128, None, 67.0))),
+    "torchtune": (
+        TUNE,
+        (
+            tune("packed", "none", 8192, 1.1579, 60.0),
+            tune("chunked loss", "none", 1024, 0.893, 42.9),
         ),
     ),
     "kempner": (
@@ -140,13 +182,19 @@ def main() -> None:
             first: tuple[float, float] | None = None
             for run in runs:
                 seconds, memory = planned(run, four)
-                first = first or (run.seconds, seconds)
+                first = first or (run.seconds or 0.0, seconds)
+                ratios = ["", "", ""]
+                if run.seconds is not None:
+                    ratios = [
+                        f"{run.seconds:.3f}",
+                        f"{seconds / run.seconds - 1:+.1%}",
+                        f"{run.seconds / first[0]:.3f}",
+                    ]
                 cells = [
                     run.name,
-                    f"{run.seconds:.3f}",
+                    ratios[0],
                     f"{seconds:.3f}",
-                    f"{seconds / run.seconds - 1:+.1%}",
-                    f"{run.seconds / first[0]:.3f}",
+                    *ratios[1:],
                     f"{seconds / first[1]:.3f}",
                     "" if run.memory is None else f"{run.memory:.1f}",
                     f"{memory / GB:.1f}",

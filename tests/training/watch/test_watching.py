@@ -203,14 +203,14 @@ def test_what_cannot_be_is_one_line_before_the_folder_is_made(given, said, tmp_p
     assert not (tmp_path / "run/config.json").exists()
 
 
-def fails_in_two_processes(folder: Path) -> str:
+def fails_in_two_processes(folder: Path, place: str) -> str:
     """Trains on four devices of which the last computes wrong always, from step 2."""
 
     class Worn(Flipping):
         fault = Flip(3, 1, 0, 9, 30, tuple(range(ELSEWHERE_IN_STEP_2, 99)))
 
     watching.Replay = Worn
-    config = {"watch.replay": 2}
+    config = {"watch.replay": 2, "watch.replay_state": place}
     try:
         make(folder, number=4, config=config).fit()
     except RunFailed as error:
@@ -219,9 +219,10 @@ def fails_in_two_processes(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_each_of_two_processes_names_the_others_device(tmp_path):
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_each_of_two_processes_names_the_others_device(place, tmp_path):
     with Processes(2, 2, tmp_path) as processes:
-        first, second = processes.call(fails_in_two_processes, tmp_path)
+        first, second = processes.call(fails_in_two_processes, tmp_path, place)
     assert first == second
     assert re.match(r"step 2: device \d+ \(process 1, host \S+\) computed ", first)
     assert "again and again, first in down.kernel; " in first
