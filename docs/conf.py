@@ -37,7 +37,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Blocks without a language are what terminals show.
 highlight_language = "none"
 myst_heading_anchors = 4  # the ids that GitHub gives to headings
-nb_execution_mode = "off"  # tests/training/test_notebook.py runs notebooks
+# Notebooks are committed without outputs. RUN_NOTEBOOKS=1 runs them for the site, as
+# publish.yml does: minutes, with '.[docs,plan,notebook]'.
+nb_execution_mode = "force" if os.environ.get("RUN_NOTEBOOKS") else "off"
+nb_execution_in_temp = nb_execution_raise_on_error = True
+nb_execution_timeout = 1200  # seconds per cell
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

@@ -38,6 +38,7 @@ SEARCHES = {
     "coming_from/pmap": ("pmap",),
     "concepts/exactness": ("nnx.Dropout",),
     "how_to/buckets": ("gs://", "s3 bucket"),
+    "how_to/colab": ("Colab", "Kaggle"),
     "how_to/contrastive": ("contrastive loss", "CLIP"),
     "how_to/contracts": ("contracts",),
     "how_to/datasets": ("Hugging Face dataset", "streaming"),

@@ -138,7 +138,7 @@ class Trainer:
           Interrupted: The same with `checkpoint.every=0`: it is kept alone.
           Exception: Whatever a hook raised, after a save.
         """
-        fit_since(self, time.time(), {}, keeps_state=True)
+        fit_since(self, keeps_state=True)
         return self
 
     @property
@@ -315,22 +315,28 @@ class Trainer:
 
 
 def fit_since(
-    trainer: Trainer, started: float, waited: Mapping[str, float], *, keeps_state: bool
+    trainer: Trainer,
+    started: float | None = None,
+    waited: Mapping[str, float] | None = None,
+    *,
+    keeps_state: bool,
 ) -> None:
     """Trains as `Trainer.fit` does.
 
     Args:
       trainer: Whose run it is.
-      started: When the process started, for the time to the first step.
+      started: When the process started, for the time to the first step; by default
+        now.
       waited: The seconds since then, by what they went to.
       keeps_state: Whether the state is still wanted if a signal ends the run.
     """
+    started = started or time.time()
     account = Account(started, enabled=trainer._peers.index == 0)
     with trainer._within(), trainer._peers.watching(), account:
         hooks = Hooks(trainer, trainer._peers, **trainer._hooks)
         configured = configure(trainer._recipe, trainer.config)
         steps = configured.settings.steps
-        with displayed(steps, trainer._peers, waited, account) as display:
+        with displayed(steps, trainer._peers, waited or {}, account) as display:
             train(
                 trainer._ready(configured),
                 display,
