@@ -139,6 +139,13 @@ def mark_examples(
             lines[i:i] = [".. code-block:: default", ""]
 
 
+def link_pages(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Makes a page that a docstring names, like docs/memory.md, a link to it."""
+    lines[:] = [re.sub(r"\bdocs/([\w/]+)\.md\b", r":doc:`/\1`", x) for x in lines]
+
+
 def setup(app: Any) -> None:
     """Connects the functions above; called by Sphinx."""
     app.connect("config-inited", bring)
@@ -146,3 +153,4 @@ def setup(app: Any) -> None:
     app.connect("html-page-context", edit_where_written)
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-docstring", mark_examples, priority=400)  # at first
+    app.connect("autodoc-process-docstring", link_pages)
