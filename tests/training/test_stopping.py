@@ -242,7 +242,7 @@ def test_ctrl_c_is_an_interruption_and_a_schedulers_signal_has_its_name(name, sa
     log: Any = SimpleNamespace(spikes=0)
     ends = stopping.Stopping(run, unused, keeps_state=True)
     ends._preemption.signal_name = name
-    with pytest.raises(Interrupted, match=rf"^{said} .*fit\(\) goes on$"):
+    with pytest.raises(Interrupted, match=rf"^{said} .*fit\(\) again continues$"):
         ends.after_step(5, log, unused)
 
 
