@@ -6,7 +6,7 @@ r"""Makes the pictures of README.md and of the site's first page.
     python docs/pictures.py LOG RUN/report.html PLAN
 
 A page shows the three side by side, another stacks them for phones, and Chromium makes
-a picture of each; the plan has a picture of its own. Each picture keeps the plan's
+a picture of each; the plan has two of its own. Each picture keeps the plan's
 figures as text, which tests/docs/test_pictures.py compares with README.md.
 """
 
@@ -98,7 +98,8 @@ def main() -> None:
     made = {
         "pictures.png": (beside(given.log, pages, wide, False), wide, 1),
         "pictures_phone.png": (beside(given.log, pages, narrow, True), narrow, 2),
-        "plan.png": (plan, (1280, 1012), 1),
+        "_static/plan.png": (plan, (1280, 1012), 1),
+        "_static/plan_phone.png": (plan, (430, 1005), 2),
     }
     for name, (page, size, factor) in made.items():
         picture(DOCS / name, page, size, factor)

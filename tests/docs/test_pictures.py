@@ -13,9 +13,11 @@ REPOSITORY = Path(__file__).parents[2]
 MADE = runpy.run_path(str(REPOSITORY / "docs/pictures.py"))
 
 
-@pytest.mark.parametrize("name", ["pictures.png", "pictures_phone.png", "plan.png"])
+@pytest.mark.parametrize(
+    "name", ["pictures", "pictures_phone", "_static/plan", "_static/plan_phone"]
+)
 def test_a_picture_of_the_plan_has_the_figures_of_readme(name):
-    picture = (REPOSITORY / "docs" / name).read_bytes()
+    picture = (REPOSITORY / f"docs/{name}.png").read_bytes()
     kept = picture.partition(MADE["KEYWORD"])[2].partition(b"IEND")[0][:-8].decode()
     block = re.search(
         r"^step +[\d.]+ ms.*?^```", (REPOSITORY / "README.md").read_text(), re.M | re.S
