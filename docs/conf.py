@@ -42,6 +42,7 @@ myst_heading_anchors = 4  # the ids that GitHub gives to headings
 nb_execution_mode = "force" if os.environ.get("RUN_NOTEBOOKS") else "off"
 nb_execution_in_temp = nb_execution_raise_on_error = True
 nb_execution_timeout = 1200  # seconds per cell
+nb_output_stderr = "remove"  # the CUDA plugin's, about drivers that are not there
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
