@@ -269,11 +269,12 @@ def foreign(session: nox.Session) -> None:
 
 @nox.session
 def loggers(session: nox.Session) -> None:
-    """Weights & Biases and MLflow."""
+    """Weights & Biases, MLflow and trackio, and a sweep of Optuna."""
     in_turn(session, 1, 2)
-    needs, names = ".[dev,wandb,mlflow]", "wandb mlflow-skinny"
-    python = environment(session, DEV, needs, show=names)
+    needs, names = ".[dev,wandb,mlflow,trackers-test]", "wandb mlflow-skinny trackio"
+    python = environment(session, DEV, needs, show=f"{names} optuna")
     pytest(session, python, "-m '' tests/training/run/test_loggers.py")
+    pytest(session, python, f"{PAGES} -k sweeps")
 
 
 @nox.session

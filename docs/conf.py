@@ -37,7 +37,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Blocks without a language are what terminals show.
 highlight_language = "none"
 myst_heading_anchors = 4  # the ids that GitHub gives to headings
-nb_execution_mode = "off"  # tests/training/test_notebook.py runs notebooks
+# Notebooks are committed without outputs. RUN_NOTEBOOKS=1 runs them for the site, as
+# publish.yml does: minutes, with '.[docs,plan,notebook]'.
+nb_execution_mode = "force" if os.environ.get("RUN_NOTEBOOKS") else "off"
+nb_execution_in_temp = nb_execution_raise_on_error = True
+nb_execution_timeout = 1200  # seconds per cell
+nb_output_stderr = "remove"  # the CUDA plugin's, about drivers that are not there
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -135,6 +140,13 @@ def mark_examples(
             lines[i:i] = [".. code-block:: default", ""]
 
 
+def link_pages(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Makes a page that a docstring names, like docs/memory.md, a link to it."""
+    lines[:] = [re.sub(r"\bdocs/([\w/]+)\.md\b", r":doc:`/\1`", x) for x in lines]
+
+
 def setup(app: Any) -> None:
     """Connects the functions above; called by Sphinx."""
     app.connect("config-inited", bring)
@@ -142,3 +154,4 @@ def setup(app: Any) -> None:
     app.connect("html-page-context", edit_where_written)
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-docstring", mark_examples, priority=400)  # at first
+    app.connect("autodoc-process-docstring", link_pages)

@@ -25,8 +25,9 @@ HEAD_OF_TABLE = re.compile(r"^ *\|.*\n *\|[ :|-]*-[ :|-]*\|[ ]*$\n?", re.MULTILI
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 # "18 a step", "3.1 MiB a device", "tokens/s a GPU": write "per". And what has a name.
 UNCLEAR = re.compile(
-    r"(?:\d|\d [KMG]i?B|\d (?:[mnu]?s|bits|bytes)|(?:tokens|examples|[KMGT]i?B|FLOP)/s)"
-    r"\s+an? (?:step|device|GPU|host|process|token|layer|value|weight|kernel|second)\b"
+    r"(?:\d|\d [KMG]i?B|\d (?:[mnu]?s|bits|bytes)|(?:tokens|examples|[KMGT]i?B|FLOP)/s"
+    r"|nats|memory|object)\s+an?\s+"
+    r"(?:step|device|GPU|host|process|token|layer|value|weight|kernel|second|byte|line)\b"
     r"(?!'| (?:receives|sends|of))"
     r"|\b(?:leaves?|arrives?) as an? (?:reduce-scatter|all-gather)\b"
 )
@@ -38,6 +39,7 @@ SEARCHES = {
     "coming_from/pmap": ("pmap",),
     "concepts/exactness": ("nnx.Dropout",),
     "how_to/buckets": ("gs://", "s3 bucket"),
+    "how_to/colab": ("Colab", "Kaggle"),
     "how_to/contrastive": ("contrastive loss", "CLIP"),
     "how_to/contracts": ("contracts",),
     "how_to/datasets": ("Hugging Face dataset", "streaming"),

@@ -39,7 +39,9 @@ def get_config() -> ConfigDict:
     config.model.vocab_size = BYTE_VOCAB + 1  # and the mask token
     config.model.hidden = Key(512, "width of the MLP", at_least=1, at_most=1_000_000)
     config.model.token_types = Key(2, "number of kinds of tokens", at_least=1)
-    config.model.norm_eps = Key(1e-12, "added to variances", above=0, at_most=1)
+    config.model.norm_eps = Key(
+        1e-12, "epsilon of norms, added to variances", above=0, at_most=1
+    )
     config.model.activation = Key(
         "gelu", "activation of the MLP", choices=tuple(ACTIVATIONS)
     )

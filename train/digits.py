@@ -49,7 +49,12 @@ def get_config(model: str = "regnet") -> ConfigDict:
                 **spike_keys(),
             },
             "data": {
-                "shift": Key(1, "most pixels to move images by", at_least=0, at_most=3),
+                "shift": Key(
+                    1,
+                    "largest number of pixels by which images are shifted",
+                    at_least=0,
+                    at_most=3,
+                ),
                 **image_keys(label_smoothing=0.1),
             },
         }

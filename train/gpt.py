@@ -116,11 +116,14 @@ def get_config() -> ConfigDict:
                 "split": Key("train", "split of data.dataset"),
                 "validation_rows": Key(
                     1000,
-                    "rows of its split 'validation', or held out of its first file",
+                    "rows to validate with: of data.dataset's split 'validation', "
+                    "or else held out of its first file",
                     at_least=0,
                 ),
                 "shuffle_rows": Key(
-                    1000, "rows of it to shuffle at a time; 0 is none", at_least=0
+                    1000,
+                    "rows of data.dataset to shuffle at a time; 0 is none",
+                    at_least=0,
                 ),
                 "tokenizer": Key(
                     PYTHON,
@@ -137,7 +140,7 @@ def get_config() -> ConfigDict:
                 ),
                 "validation_fraction": Key(
                     0.05,
-                    "held out for validation where no file is named for it",
+                    "share held out for validation, if no file is named for it",
                     at_least=0,
                     below=1,
                 ),

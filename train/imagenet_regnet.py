@@ -79,7 +79,9 @@ def get_config() -> ConfigDict:
                 ),
                 "image_size": Key(224, "height and width of the crops", at_least=1),
                 "color_shift": Key(
-                    0.1, "deviation of random shifts of the colours", at_least=0
+                    0.1,
+                    "standard deviation of random shifts of the colours",
+                    at_least=0,
                 ),
                 "max_broken": Key(
                     100, "largest number of images that may fail to decode", at_least=0

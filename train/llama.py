@@ -54,30 +54,42 @@ FAMILY = {
     "rope_scaling": Key(
         "none", "scaling of rotary positions for longer texts", choices=SCALINGS
     ),
-    "rope_factor": Key(1.0, "how much longer texts may be", above=0),
-    "rope_low": Key(1.0, "turns below which positions are scaled in full", above=0),
-    "rope_high": Key(4.0, "turns above which positions are not scaled", above=0),
-    "rope_length": Key(8192, "context length before the scaling", at_least=1),
-    "rope_attention_factor": Key(0.0, "yarn's amplitude; 0 is its paper's", at_least=0),
-    "rope_truncate": Key(True, "whether yarn's bounds are whole pairs"),
+    "rope_factor": Key(
+        1.0, "factor by which rope_scaling extends the context", above=0
+    ),
+    "rope_low": Key(
+        1.0, "a frequency with fewer turns in rope_length is scaled in full", above=0
+    ),
+    "rope_high": Key(
+        4.0, "a frequency with more turns in rope_length is not scaled", above=0
+    ),
+    "rope_length": Key(8192, "context length before rope_scaling", at_least=1),
+    "rope_attention_factor": Key(
+        0.0, "yarn's factor of attention; 0 is that of its paper", at_least=0
+    ),
+    "rope_truncate": Key(True, "whether yarn rounds its bounds to integers"),
     "rope_mscale": Key(0.0, "mscale_all_dim of DeepSeek's yarn", at_least=0),
     "rotary_width": Key(0, "rotated dimensions of a head; 0 is all", at_least=0),
     "kv_rank": Key(0, "width of the latents of keys and values; 0 is none", at_least=0),
-    "q_rank": Key(0, "width of those of queries; 0 is none", at_least=0),
+    "q_rank": Key(0, "width of the latents of queries; 0 is none", at_least=0),
     "value_width": Key(0, "width of values, with kv_rank", at_least=0),
     "qkv_bias": Key(False, "whether queries, keys and values have biases"),
     "out_bias": Key(False, "whether the attention's output has a bias"),
     "fused": Key(False, "whether q, k and v are one projection, and gate and up"),
     "qk_norm": Key(False, "whether queries and keys are normalised"),
-    "joint_qk_norm": Key(False, "whether they are over all heads together"),
+    "joint_qk_norm": Key(False, "whether qk_norm normalises all heads together"),
     "pattern": Key(
         "f", "repeated over layers: f full attention, s a sliding window, as in ssf"
     ),
-    "window": Key(0, "positions that a layer s attends to", at_least=0),
-    "sliding_theta": Key(0.0, "rope_theta of layers s; 0 is the same", at_least=0),
+    "window": Key(0, "positions that layers s of pattern attend to", at_least=0),
+    "sliding_theta": Key(
+        0.0, "rope_theta of layers s of pattern; 0 is rope_theta", at_least=0
+    ),
     "sinks": Key(False, "whether heads have attention sinks"),
     "attention_scale": Key(
-        0.0, "scores are divided by its root; 0 is the width of a head", at_least=0
+        0.0,
+        "scores are divided by the root of this; 0 is the width of a head",
+        at_least=0,
     ),
     "attention_soft_cap": Key(0.0, "soft cap of scores; 0 is none", at_least=0),
     "logit_soft_cap": Key(0.0, "soft cap of logits; 0 is none", at_least=0),
@@ -92,21 +104,28 @@ FAMILY = {
     "experts_per_token": Key(2, "experts that a token takes", at_least=1),
     "normalized_experts": Key(True, "whether weights of a token's experts sum to 1"),
     "expert_bias": Key(False, "whether router and experts have biases"),
-    "expert_limit": Key(0.0, "gpt-oss's clamp of gate and up; 0 is none", at_least=0),
+    "expert_limit": Key(
+        0.0, "bound at which gate and up are clamped (gpt-oss); 0 is none", at_least=0
+    ),
     "sigmoid_router": Key(False, "whether scores of experts are sigmoids"),
     "correction_rate": Key(
         0.0,
-        "by how much a step corrects sigmoids towards an even load; DeepSeek-V3: 0.001",
+        "how much a step corrects sigmoid_router towards an even load (DeepSeek-V3: "
+        "0.001)",
         at_least=0,
     ),
-    "expert_groups": Key(1, "groups of experts", at_least=1),
-    "chosen_groups": Key(1, "groups that a token's experts are in", at_least=1),
-    "expert_scale": Key(1.0, "factor of the experts' weights", above=0),
+    "expert_groups": Key(
+        1, "number of groups into which the experts are divided", at_least=1
+    ),
+    "chosen_groups": Key(
+        1, "number of expert_groups that a token's experts are in", at_least=1
+    ),
+    "expert_scale": Key(1.0, "factor of the weights of a token's experts", above=0),
     "shared_hidden": Key(
         0, "width of an MLP beside the experts; 0 is none", at_least=0
     ),
-    "dense_layers": Key(0, "first layers, without experts", at_least=0),
-    "dense_hidden": Key(0, "width of their MLP", at_least=0),
+    "dense_layers": Key(0, "number of first layers, which have no experts", at_least=0),
+    "dense_hidden": Key(0, "width of the MLP of dense_layers", at_least=0),
     "balance_weight": Key(
         0.0, "weight of the experts' load-balancing loss", at_least=0
     ),
@@ -155,7 +174,9 @@ def get_config(size: str = "") -> ConfigDict:
             "rope_theta": Key(
                 10000.0, "base of the wavelengths of rotary positions", above=0
             ),
-            "norm_eps": Key(1e-5, "added to mean squares", above=0, at_most=1),
+            "norm_eps": Key(
+                1e-5, "epsilon of norms, added to mean squares", above=0, at_most=1
+            ),
             "loss_chunk": 4096,
             "mlp_tile": Key(
                 0, "tokens per device in the MLP at a time; 0 is all", at_least=0

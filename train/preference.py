@@ -59,7 +59,11 @@ def get_config() -> ConfigDict:
             "of a reference; orpo has none, and trains on the chosen texts, too",
             choices=("dpo", "robust", "hinge", "ipo", "orpo"),
         ),
-        "beta": Key(0.1, "how much a change counts; ORPO's lambda", above=0),
+        "beta": Key(
+            0.1,
+            "weight of the distance from the reference; of ORPO, its lambda",
+            above=0,
+        ),
         "label_smoothing": Key(
             0.0,
             "share of the preferences that may be wrong, for robust, as in TRL, and "

@@ -50,9 +50,11 @@ def get_config() -> ConfigDict:
         "hidden": size(256, "width of the MLP"),
         "gated": Key(True, "whether the MLP is GEGLU (T5 v1.1), or ReLU"),
         "tied": Key(False, "whether the head is the transposed embedding (T5 v1.0)"),
-        "buckets": Key(32, "classes of relative positions", at_least=4),
+        "buckets": Key(32, "number of classes of relative positions", at_least=4),
         "max_distance": size(128, "distance from which on positions share a class"),
-        "norm_eps": Key(1e-6, "added to mean squares", above=0, at_most=1),
+        "norm_eps": Key(
+            1e-6, "epsilon of norms, added to mean squares", above=0, at_most=1
+        ),
         "dropout": Key(
             0.0, "dropout rate, on embeddings and branches", at_least=0, below=1
         ),

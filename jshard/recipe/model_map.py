@@ -74,7 +74,7 @@ def declare_source(get_config: Callable[[], ConfigDict]) -> Callable[[], ConfigD
                 )
                 config.model[IGNORE] = Key(
                     "",
-                    "unknown keys of its config.json that change nothing, like a,b",
+                    "unknown keys of model.from's config.json to accept, like a,b",
                 )
         return config
 

@@ -63,12 +63,12 @@ def train(
         waited = {"joining": joined - joining} if peers.count > 1 else {}
         waited["devices"] = time.time() - starting
         # A slow import, left until the mistakes above have been reported.
-        from jshard.training.trainer import Trainer
+        from jshard.training.trainer import Trainer, fit_since
 
         set_epochs(recipe, config, epochs)
         trainer = Trainer(recipe, config=config, workdir=bucket or folder, peers=peers)
         waited["imports"] = time.time() - started - sum(waited.values())
-        trainer.fit(started=started, waited=waited, keeps_state=False)
+        fit_since(trainer, started, waited, keeps_state=False)
 
 
 def _process_start() -> float:

@@ -121,25 +121,13 @@ class Trainer:
         self._run: PreparedRun | None = None
         self._steps: dict[Any, Callable[..., Any]] = {}  # compiled once
 
-    def fit(
-        self,
-        *,
-        started: float | None = None,
-        waited: Mapping[str, float] | None = None,
-        keeps_state: bool = True,
-    ) -> "Trainer":
+    def fit(self) -> "Trainer":
         """Trains to `config.steps`, from the newest checkpoint or the state at hand.
 
         Several processes watch over each other meanwhile, as under `jshard.launch`. If
         one alone fails, is killed or stopped, or cannot be reached for `watch.silence`
         seconds, all end with exit code 1 (2 for a UserError), and a line names it; if
         it is process 0, JAX aborts them. What all of them raise, each raises.
-
-        Args:
-          started: When the process started, for the time to the first step; by default
-            now.
-          waited: The seconds since then, by what they went to.
-          keeps_state: Whether the state is still wanted if a signal ends the run.
 
         Raises:
           UserError: The config, the recipe, its data or the run in the folder cannot be
@@ -150,21 +138,7 @@ class Trainer:
           Interrupted: The same with `checkpoint.every=0`: it is kept alone.
           Exception: Whatever a hook raised, after a save.
         """
-        started = started or time.time()
-        account = Account(started, enabled=self._peers.index == 0)
-        with self._within(), self._peers.watching(), account:
-            hooks = Hooks(self, self._peers, **self._hooks)
-            configured = configure(self._recipe, self.config)
-            steps = configured.settings.steps
-            with displayed(steps, self._peers, waited or {}, account) as display:
-                train(
-                    self._ready(configured),
-                    display,
-                    hooks,
-                    account,
-                    started=started,
-                    keeps_state=keeps_state,
-                )
+        fit_since(self, keeps_state=True)
         return self
 
     @property
@@ -338,3 +312,36 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"Trainer({self._recipe.name!r}, workdir={str(self.workdir)!r})"
+
+
+def fit_since(
+    trainer: Trainer,
+    started: float | None = None,
+    waited: Mapping[str, float] | None = None,
+    *,
+    keeps_state: bool,
+) -> None:
+    """Trains as `Trainer.fit` does.
+
+    Args:
+      trainer: Whose run it is.
+      started: When the process started, for the time to the first step; by default
+        now.
+      waited: The seconds since then, by what they went to.
+      keeps_state: Whether the state is still wanted if a signal ends the run.
+    """
+    started = started or time.time()
+    account = Account(started, enabled=trainer._peers.index == 0)
+    with trainer._within(), trainer._peers.watching(), account:
+        hooks = Hooks(trainer, trainer._peers, **trainer._hooks)
+        configured = configure(trainer._recipe, trainer.config)
+        steps = configured.settings.steps
+        with displayed(steps, trainer._peers, waited or {}, account) as display:
+            train(
+                trainer._ready(configured),
+                display,
+                hooks,
+                account,
+                started=started,
+                keeps_state=keeps_state,
+            )

@@ -18,6 +18,7 @@ NOT_IN_TEST = {
     "torch": "huggingface",
     "lm_eval": "evaluate",
     "datasets": "datasets",
+    "optuna": "trackers-test",
 }
 RUNNING = [
     (page, comment)

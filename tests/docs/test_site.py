@@ -24,3 +24,18 @@ def test_pages_are_edited_in_the_repository_that_publishes_them(monkeypatch):
 def test_the_footer_names_who_the_citation_names():
     citation = (REPOSITORY / "CITATION.cff").read_text()
     assert f"  - name: {runpy.run_path(CONF)['copyright']}\n" in citation
+
+
+def test_a_page_that_a_docstring_names_is_a_link():
+    lines = ["tensor: the heads (docs/how_to/tensor.md).", "docs/ alone"]
+    runpy.run_path(CONF)["link_pages"](None, "function", "f", None, None, lines)
+    assert lines == ["tensor: the heads (:doc:`/how_to/tensor`).", "docs/ alone"]
+
+
+def test_notebooks_run_where_the_site_is_published(monkeypatch):
+    monkeypatch.delenv("RUN_NOTEBOOKS", raising=False)
+    assert runpy.run_path(CONF)["nb_execution_mode"] == "off"
+    workflow = (REPOSITORY / ".github/workflows/publish.yml").read_text()
+    assert 'RUN_NOTEBOOKS: "1"' in workflow
+    monkeypatch.setenv("RUN_NOTEBOOKS", "1")
+    assert runpy.run_path(CONF)["nb_execution_mode"] == "force"

@@ -57,7 +57,7 @@ class Program:
     batch: Callable[[np.random.Generator], Any]
     units: tuple[type, ...]
     default: tuple[int, bool]
-    remat: str = "full"
+    remat: Any = "full"
 
 
 def program(
@@ -67,7 +67,7 @@ def program(
     units: tuple[type, ...],
     default: tuple[int, bool],
     trained: Any = nnx.Param,
-    remat: str = "full",
+    remat: Any = "full",
 ) -> Program:
     """A program with one optimizer."""
     return Program(model, (Phase(loss, trained),), batch, units, default, remat)

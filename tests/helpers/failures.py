@@ -38,9 +38,9 @@ def check_end(job: Job, since: float, code: int = 1) -> float:
 def check_names(job: Job, victim: int) -> None:
     """The terminal names the process, and the step that each had reached."""
     text = job.err()
-    lines = [line for line in text.splitlines() if "the last places: " in line]
+    lines = [line for line in text.splitlines() if "last reported: " in line]
     assert any(re.search(rf"error: process {victim}\b", line) for line in lines), text
-    assert all("at step" in line.partition("places")[2] for line in lines), text
+    assert all("at step" in line.partition("last reported")[2] for line in lines), text
     assert "Traceback" not in text, text
     assert not re.search(r"^[EF]\d{4} ", text, re.MULTILINE), text  # C++'s
 

@@ -7,7 +7,7 @@ from jshard.recipe.config.overrides import override
 from jshard.recipe.config.run_config import check, complete
 from jshard.recipe.load import open_recipe
 from jshard.system.jobs.peers import Peers
-from jshard.training.trainer import Trainer
+from jshard.training.trainer import Trainer, fit_since
 
 RECIPE = """\
 import grain
@@ -121,5 +121,5 @@ def train(
         override(config, values, "tiny.py")
         check(config)
         trainer = Trainer(opened, config=config, workdir=folder / workdir, peers=peers)
-        trainer.fit(keeps_state=False)
+        fit_since(trainer, keeps_state=False)
     return folder / workdir

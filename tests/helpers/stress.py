@@ -45,7 +45,7 @@ class Cell:
 
     devices: int
     width: int
-    remat: str
+    remat: Any
     reshard: bool
     cores: int | None = None
     batch: int = 8

@@ -114,7 +114,7 @@ def our_state(fsdp: jshard.FSDP, folder: Path, *, dora: bool = False) -> Any:
     return start_from(source, abstract, init)
 
 
-def make_fsdp(devices: int = 8, base: str | None = "nf4") -> jshard.FSDP:
+def make_fsdp(devices: int = 8, base: Any = "nf4") -> jshard.FSDP:
     policy = jshard.Policy(precision=jshard.Precision(base=base), min_shard_elements=0)
     return jshard.FSDP(jshard.make_mesh(devices=jax.devices()[:devices]), policy)
 

@@ -24,7 +24,8 @@ def test_a_page_with_what_is_not_there_is_named(tmp_path):
 
 def test_a_for_per_is_named_and_other_articles_are_not():
     bad = "18 a step, 3.1 MiB a device, 5 tokens/s\na GPU, leaves as a reduce-scatter"
-    assert len(PAGES.unclear(bad)) == 4
+    bad += ", less memory a\nGPU, 2 nats a byte"
+    assert len(PAGES.unclear(bad)) == 6
     good = "the 3.1 MiB a device receives; 18 per step; 8 a host's; in 2 s a run"
     assert not PAGES.unclear(good)
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -114,20 +113,42 @@ def test_the_typed_example_is_the_readme_s():
         assert line.partition("  #")[0] in typed
 
 
+MISTAKES = """import jshard
+
+jshard.Policy(remat="dosts")
+jshard.Policy(remat=jshard.Names("attended"))
+jshard.Policy(offload="optimiser")
+jshard.Policy(precision=jshard.Precision(products="fp8"))
+jshard.Policy(remat_="full")
+jshard.Trainer("gpt.py").fit(steps=3)
+"""
+
+
 @pytest.mark.slow
 def test_a_user_s_pyright_is_strict(tmp_path):
-    """Where jshard is installed, of what is installed; else of this checkout."""
+    done = checked_by_pyright(tmp_path, EXAMPLE.read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_user_s_pyright_finds_settings_that_do_not_exist(tmp_path):
+    done = checked_by_pyright(tmp_path, MISTAKES)
+    lines = re.findall(r"main\.py:(\d+):\d+ - error", done.stdout)
+    assert [int(line) for line in dict.fromkeys(lines)] == [3, 5, 6, 7, 8], done.stdout
+
+
+def checked_by_pyright(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """Where jshard is installed, by what is installed; else by this checkout."""
     pyright = Path(sys.executable).with_name("pyright")
     if not pyright.exists():
         pytest.skip("pyright is not installed")
     assert (Path(jshard.__file__).parent / "py.typed").exists()
-    shutil.copy(EXAMPLE, tmp_path / "main.py")
+    (folder / "main.py").write_text(program)
     config: dict[str, object] = {"include": ["main.py"], "typeCheckingMode": "strict"}
     config["reportMissingTypeStubs"] = False  # of optax, which has no types
-    (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
-    command = [pyright, "--pythonpath", sys.executable, "--project", tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
+    command = [pyright, "--pythonpath", sys.executable, "--project", folder]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.slow

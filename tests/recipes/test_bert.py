@@ -20,7 +20,7 @@ from jshard.models.bert import Bert, BertConfig
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.recipes import bert
-from jshard.training.trainer import Trainer
+from jshard.training.trainer import Trainer, fit_since
 from tiny_runs import read_metrics
 
 V, T, M = 40, 8, 4
@@ -217,7 +217,8 @@ def test_the_recipe_learns_on_every_mesh_alike(text, tmp_path):
         more = {"mesh.replica": replica, "data.pack": pack}
         with open_recipe(find_recipe("bert.py")) as recipe:
             given = config_of(recipe, **keys, **more)
-            Trainer(recipe, config=given, workdir=folder).fit(keeps_state=False)
+            trainer = Trainer(recipe, config=given, workdir=folder)
+            fit_since(trainer, keeps_state=False)
         lines = read_metrics(folder)
         losses.append([line["loss"] for line in lines if "loss" in line])
         assert losses[-1][-1] < 0.7 * losses[-1][0]

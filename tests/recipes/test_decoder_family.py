@@ -135,7 +135,7 @@ def packed_batch(rows: int, T: int, first: Any = None) -> dict[str, np.ndarray]:
     }
 
 
-REMATS = {
+REMATS: dict[tuple[int, int], Any] = {
     (1, 8): "full",
     (2, 4): "none",
     (1, 3): "none",

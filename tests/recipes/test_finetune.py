@@ -23,7 +23,7 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.storage.checkpoint import metadata
 from jshard.storage.checkpoint.restore import find_step
-from jshard.training.trainer import Trainer
+from jshard.training.trainer import Trainer, fit_since
 from tiny_runs import read_metrics
 
 SIZES: dict[str, Any] = {
@@ -79,7 +79,8 @@ def train(workdir: Path, folder: Path, text: Path, **keys: Any) -> Path:
     } | keys
     with open_recipe(find_recipe("finetune.py")) as recipe:
         given = config_of(recipe, **keys)
-        Trainer(recipe, config=given, workdir=workdir).fit(keeps_state=False)
+        trainer = Trainer(recipe, config=given, workdir=workdir)
+        fit_since(trainer, keeps_state=False)
     return workdir
 
 

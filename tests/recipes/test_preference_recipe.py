@@ -13,7 +13,7 @@ from jshard.recipe.load import find_recipe, open_recipe
 from jshard.recipe.make_config import make_config
 from jshard.system.errors import Preempted
 from jshard.training.precomputed import FILE, Precomputed, digests_of
-from jshard.training.trainer import Trainer
+from jshard.training.trainer import Trainer, fit_since
 from resumable import read_metrics
 from tiny_llama import make_llama
 
@@ -71,7 +71,8 @@ def train(run: Path, base: Path, pairs: Path, **keys: Any) -> Path:
     }
     with open_recipe(find_recipe("preference.py")) as recipe:
         config = make_config(recipe, KEYS | given | keys)
-        Trainer(recipe, config=config, workdir=run).fit(keeps_state=False)
+        trainer = Trainer(recipe, config=config, workdir=run)
+        fit_since(trainer, keeps_state=False)
     return run
 
 

@@ -81,6 +81,7 @@ def test_an_epoch_has_the_rows_that_the_data_have_before_they_repeat(dataset, ro
 
 def test_the_steps_of_an_epoch_are_rounded_up():
     assert describe_epoch(1234, 32) == "1,234 rows: 39 steps per epoch"
+    assert describe_epoch(5, 8) == "5 rows: 1 step per epoch"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ def test_the_first_signal_lets_the_run_save_and_exit_75(
     run = train_here(tmp_path, "--config=tiny.py", "--workdir=run", *words)
     name = number.name
     said = (
-        rf"jshard: {name}: finishing the step and saving; once more exits at once\n"
+        rf"jshard: {name}: finishing the step and saving; "
+        r"a second signal exits at once\n"
         rf"jshard: (?:interrupted by )?{name} at step (\d+): saved; .* to resume\n"
     )
     ended = re.fullmatch(said, run.stderr)

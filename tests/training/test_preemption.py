@@ -58,7 +58,7 @@ def test_the_first_signal_is_a_request_and_one_line(number, listening, capsys):
         wait_for_request(preemption)
         assert preemption.requested(2)
     assert preemption.signal_name == number.name
-    more = "" if number in WARNINGS else "; once more exits at once"
+    more = "" if number in WARNINGS else "; a second signal exits at once"
     assert capsys.readouterr().err == (
         f"jshard: {number.name}: finishing the step and saving{more}\n"
     )

@@ -22,7 +22,7 @@ from jshard.system.jobs.peers import Peers
 from jshard.training.callbacks import stopping
 from jshard.training.callbacks.preemption import Preemption
 from jshard.training.run import metrics
-from jshard.training.trainer import Trainer
+from jshard.training.trainer import Trainer, fit_since
 from processes import Processes
 
 STEPS = 4
@@ -75,7 +75,7 @@ def train(folder: Path, peers: Peers | None = None, every: int = 0, **keys) -> N
         config.update(keys)
         check(config)
         trainer = Trainer(recipe, config=config, workdir=folder / "run", peers=peers)
-        trainer.fit(keeps_state=False)
+        fit_since(trainer, keeps_state=False)
 
 
 class Ended(BaseException):
@@ -242,7 +242,7 @@ def test_ctrl_c_is_an_interruption_and_a_schedulers_signal_has_its_name(name, sa
     log: Any = SimpleNamespace(spikes=0)
     ends = stopping.Stopping(run, unused, keeps_state=True)
     ends._preemption.signal_name = name
-    with pytest.raises(Interrupted, match=rf"^{said} .*fit\(\) goes on$"):
+    with pytest.raises(Interrupted, match=rf"^{said} .*fit\(\) again continues$"):
         ends.after_step(5, log, unused)
 
 

@@ -1,5 +1,6 @@
 """jshard.Trainer: fit, evaluate, test and predict in Python, with hooks."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -64,6 +65,10 @@ def of_file(folder: Path, name: str = "run", **given: Any) -> jshard.Trainer:
 
 
 # fit, evaluate, test.
+
+
+def test_fit_shows_no_argument_of_the_command_line():
+    assert list(inspect.signature(jshard.Trainer.fit).parameters) == ["self"]
 
 
 def test_parts_train_evaluate_and_test(tmp_path):
@@ -152,7 +157,7 @@ def test_fit_goes_on_bit_for_bit_after_a_kill(step, name, tmp_path):
     )
     assert done.returncode == (-9 if name == "SIGKILL" else 1)
     if name == "SIGTERM":
-        said = "jshard.system.errors.Preempted: SIGTERM at step 7: saved; fit() goes on"
+        said = "Preempted: SIGTERM at step 7: saved; fit() again continues"
         assert said in done.stderr
     trainer = of_file(tmp_path).fit()
     assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "whole")
@@ -178,7 +183,7 @@ def test_an_interrupt_keeps_the_state_and_fit_goes_on(every, tmp_path):
     kind = Preempted if every else Interrupted
     # A shell's background job is deaf to it, as tests may be.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(kind, match=r"interrupted by SIGINT at step 5.*fit\(\) goes on"):
+    with pytest.raises(kind, match=r"interrupted by SIGINT at step 5.*again continues"):
         trainer.fit()
     assert int(trainer.state.step) == 5
     trainer.fit()

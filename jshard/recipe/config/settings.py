@@ -245,7 +245,7 @@ class RunSettings:
         "benchmarks of lm_eval to score at evaluations, e.g. hellaswag,lambada",
         noun="TASK,...",
     )
-    eval_limit: int = knob(0, "examples of each of these tasks; 0 is all", at_least=0)
+    eval_limit: int = knob(0, "examples per task of eval_tasks; 0 is all", at_least=0)
     mesh: MeshSettings = MeshSettings()
     policy: OpenSettings = OpenSettings()
     compiler_options: tuple[str, ...] = knob(

@@ -57,4 +57,5 @@ def steps_of(rows: Fraction | int, batch_size: int) -> int:
 
 def describe_epoch(rows: int, batch_size: int) -> str:
     """Returns "1,234 rows: 39 steps per epoch"."""
-    return f"{rows:,} rows: {steps_of(rows, batch_size):,} steps per epoch"
+    steps = steps_of(rows, batch_size)
+    return f"{rows:,} rows: {steps:,} step{'s' * (steps > 1)} per epoch"

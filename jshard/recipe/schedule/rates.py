@@ -112,7 +112,7 @@ def rate_keys(warmup_steps: int) -> dict[str, Key]:
         ),
         "warmup_fraction": Key(
             0.0,
-            "share of the run to warm up for, instead of warmup_steps; 0 is those",
+            "share of the run that is warm-up; 0 means warmup_steps",
             at_least=0,
             below=1,
         ),

@@ -19,7 +19,8 @@ def spike_keys() -> dict[str, Key]:
         ),
         "spike_window": Key(
             128,
-            "the number of these steps; before there are as many, none is skipped",
+            "accepted steps that skip_spikes compares with; before there are as many, "
+            "only steps that are not finite are skipped",
             at_least=2,
             at_most=1_000_000,
         ),

@@ -2,14 +2,15 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, get_args
 
 from jshard.sharding.settings.precision import Precision
 from jshard.system.cli.knob import Knob, described, knob, knobs
 from jshard.system.errors import UserError
 
-POLICIES = ("full", "attention", "dots", "none")
+Remat = Literal["full", "attention", "dots", "none"]  # type checkers list these
+POLICIES = get_args(Remat)
 # The name of what a flash attention kernel reads; "attention" and "dots" keep it.
 ATTENTION_OPERANDS = "attention_operands"
 INPUTS = "inputs"  # what Offload calls the input of each layer
@@ -71,7 +72,7 @@ _RESHARD: dict[str, Any] = {
 class UnitPolicy:
     """How one unit (a Unit, or the layers of a Stack) treats its weights."""
 
-    remat: Any = knob(
+    remat: Remat | Names | Callable[..., Any] = knob(
         "full",
         "activation checkpointing: full recomputes each layer in the backward pass, "
         "attention keeps flash attention, dots keeps products with weights, too, none "
@@ -91,8 +92,7 @@ class UnitPolicy:
         kind=int,
         at_least=0,
         noun="a number of layers",
-        more="Each remaining layer saves its recomputation, and costs the memory of "
-        "all its activations.",
+        more="Each of these costs the memory of all its activations.",
     )
 
     reshard_after_forward: Reshard = knob(
@@ -229,7 +229,7 @@ class Policy(UnitPolicy):
         "averages.",
     )
 
-    offload: str | None = knob(
+    offload: Literal["optimizer", "all"] | None = knob(
         None,
         "what is kept in pinned host memory: the optimizer state (and averages), or "
         "all (parameters, too)",

@@ -1,7 +1,7 @@
 """Dtypes of parameters, collectives, computation and reductions."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from jshard.system.errors import UserError
 FLOATING = ("float32", "bfloat16", "float16", "float64")
 ONE_BYTE = ("int8", "float8_e4m3fn", "float8_e5m2")
 PRODUCTS = {"float8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}  # bytes of a weight's value
-FOUR_BITS = ("nf4", "fp4", "nf4_single", "fp4_single")
+Products = Literal["float8", "mxfp8", "nvfp4"]
+FourBits = Literal["nf4", "fp4", "nf4_single", "fp4_single"]
+FOUR_BITS = get_args(FourBits)
 
 _FLOATING: dict[str, Any] = {"kind": str, "choices": FLOATING}
 
@@ -74,7 +76,7 @@ class Precision:
         "parameter.",
     )
 
-    products: Any = knob(
+    products: Products | None = knob(
         None,
         "float8 multiplies the weights of layers with activations in float8, on GPUs "
         "of compute capability 8.9 or newer; mxfp8 has a scale for each 32 values, and "
@@ -95,7 +97,7 @@ class Precision:
         "of 32). CPUs emulate the same numbers.",
     )
 
-    base: Any = knob(
+    base: FourBits | None = knob(
         None,
         "nf4 or fp4 keeps the frozen matrices of layers in 4 bits, as bitsandbytes "
         "does (QLoRA), and nf4_single or fp4_single without double quantization; None "

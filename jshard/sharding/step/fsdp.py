@@ -86,7 +86,7 @@ class FSDP:
         self.compiler_options = xla_options.compiler_options(*options, float8=float8)
 
     def __repr__(self) -> str:
-        units = ", ".join(unit.__name__ for unit in self.units)
+        units = ", ".join(unit.__name__ for unit in self.units) or "none named"
         return f"FSDP({named_sizes(self.mesh.shape)}; units: {units}; {self.policy!r})"
 
     # States.

@@ -72,7 +72,7 @@ def judge(records: Mapping[int, Record], now: float, silence: float) -> str | No
     if silent:
         return (
             f"error: {format_processes(silent)} gave no sign of life for {silence:g} s "
-            "(killed, stopped, or cut off); the last places: "
+            "(killed, stopped, or cut off); last reported: "
             f"{format_places(records)}"
         )
     if active and all(now - r.moved > r.beat.patience for r in active.values()):
@@ -84,8 +84,7 @@ def judge(records: Mapping[int, Record], now: float, silence: float) -> str | No
             waiting = f"the others wait for {late}: "
         return (
             f"error: {waiting}no process made progress for {seconds} s (watch.stuck); "
-            f"the places: {format_places(records)}; their Python stacks are in their "
-            "logs"
+            f"last reported: {format_places(records)}; the logs have the Python stacks"
         )
     return None
 
@@ -253,7 +252,7 @@ class Heartbeat:
         self._over.set()
         why = (
             "error: process 0, which coordinates, gave no sign of life for "
-            f"{self.silence:g} s (killed, stopped, or cut off); the last places: "
+            f"{self.silence:g} s (killed, stopped, or cut off); last reported: "
             f"{self.verdict.places}"
         )
         self._end(1, why, False)

@@ -121,7 +121,7 @@ class IdleDetector:
         why = "its devices wait for each other" if cpus else "much longer than before"
         if awaited := _WAITS_FOR.get(self._phase):
             why = f"it waits for {awaited}"
-        been = "neither moved nor computed" if cpus else "made no progress"
+        been = "neither made progress nor computed" if cpus else "made no progress"
         return (
             f"step {self._step} ({self._phase}) has {been} for {seconds:.0f} s: {why}. "
             "If that lasts, stop the run and start it again with the same --workdir: "

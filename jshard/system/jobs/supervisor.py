@@ -204,7 +204,7 @@ class _Supervisor:
             return 128 - code
         where = self._status.get("place", "its start")
         places = self._status.get("places")
-        last = f"; the last places: {places}" if places else ""
+        last = f"; last reported: {places}" if places else ""
         who = f"process {self._index}, at {where},"
         why = why or self._reason(-code)
         show(f"jshard: error: {who} {why}{last}", error=True)

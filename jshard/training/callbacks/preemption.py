@@ -127,8 +127,8 @@ class Preemption:
             self.signal_name = name
             if not self._alone:
                 os.kill(os.getpid(), signal.SIGTERM)
-            again = "exits at once" if self._exits else "gives up this step"
-            more = f"; once more {again}" * (number in DEMANDS)
+            again = "exits at once" if self._exits else "abandons this step"
+            more = f"; a second signal {again}" * (number in DEMANDS)
             message = f"jshard: {name}: {self._reaction}{more}"
             with outliving_terminal():
                 show(message, error=True)

@@ -68,13 +68,14 @@ class Stopping(AbstractContextManager):
         if self._preemption.signal_name == "SIGINT":  # a user's, not a scheduler's
             why = f"interrupted by {why}"
         if not self._saves:
-            kept = "; the state is kept, and fit() goes on" if self._keeps_state else ""
+            kept = "; the state is kept, and fit() again continues"
+            kept *= self._keeps_state
             raise Interrupted(f"{why}, and checkpoint.every=0 saves nothing{kept}")
         saving.save(step, log)
         saving.at_end(step)
         again = f"run the same command with --workdir={self._run.shown} to resume"
         raise Preempted(
-            f"{why}: saved; {'fit() goes on' if self._keeps_state else again}"
+            f"{why}: saved; {'fit() again continues' if self._keeps_state else again}"
         )
 
     def at_end(self, step: int, folder: RunFolder, display: ProgressDisplay) -> None:

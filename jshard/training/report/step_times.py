@@ -58,7 +58,7 @@ class StepTimes:
             (str(step), format_wait(seconds), self._happened(step, what))
             for seconds, step, what in sorted(self._worst, reverse=True)
         ]
-        same = "Steps whose ends were seen together have the mean of their times."
+        same = "Steps that were seen to end together share the mean of their times."
         return self._histogram() + table(rows, heading, "columns") + note(same)
 
     def _happened(self, step: int, what: str) -> str:
@@ -67,7 +67,7 @@ class StepTimes:
             "a checkpoint was being written": step - 1 in self._saved,
         }
         known = [*filter(None, [what]), *(words for words, x in before.items() if x)]
-        return ", ".join(known) or "nothing that is known"
+        return ", ".join(known) or "no known cause"
 
     def _histogram(self) -> str:
         bars = list(self._bars())

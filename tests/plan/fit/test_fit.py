@@ -26,7 +26,7 @@ from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from jshard.sharding.layout.capacity import state_bytes
 from jshard.system.jobs.peers import Peers
-from jshard.training.trainer import Trainer
+from jshard.training.trainer import Trainer, fit_since
 from tiny_runs import read_metrics
 
 SMALL = {
@@ -223,7 +223,8 @@ def test_micro_batches_divide_the_examples_of_a_device(recipe):
 
 def train(recipe, workdir: Path, **settings) -> list[dict]:
     config = configured(recipe, **settings).config
-    Trainer(recipe, config=config, workdir=workdir).fit(keeps_state=False)
+    trainer = Trainer(recipe, config=config, workdir=workdir)
+    fit_since(trainer, keeps_state=False)
     return [
         {k: x[k] for k in ("step", "loss", "grad_norm")}
         for x in read_metrics(workdir)

@@ -83,6 +83,7 @@ def test_an_fsdp_is_shown_with_its_mesh_units_and_policy():
     shown = repr(jshard.FSDP(make_mesh(1, 8), policy, units=(Residual, nnx.Embed)))
     assert shown == f"FSDP(replica=1 x fsdp=8; units: Residual, Embed; {policy!r})"
     assert "remat='dots'" in shown
+    assert "; units: none named; " in repr(jshard.FSDP(make_mesh(1, 8)))
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_step_is_that_of_one_device(case):
 
 
 @functools.cache
-def in_blocks(remat: str) -> Any:
+def in_blocks(remat: Any) -> Any:
     """An FSDP, and a step of it as it is traced."""
     policy = jshard.Policy(precision=MXFP8, min_shard_elements=0, remat=remat)
     fsdp = jshard.FSDP(jshard.make_mesh(), policy)

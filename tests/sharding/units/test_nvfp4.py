@@ -222,7 +222,7 @@ def test_a_step_is_the_sum_of_what_each_device_computes(case):
 
 
 @functools.cache
-def in_all_formats(remat: str) -> Any:
+def in_all_formats(remat: Any) -> Any:
     """An FSDP, and a step of it as it is traced: NVFP4, but for three weights."""
     overrides: Any = {
         "layers.up": {"precision": jshard.Precision(products="mxfp8")},

@@ -358,7 +358,7 @@ def test_the_start_up_note_says_how_much_is_multiplied_in_float8():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: jshard.Precision(products="int8"), "precision.products: 'int8'"),
+        (lambda: jshard.Precision(products="int8"), "precision.products: 'int8'"),  # pyright: ignore[reportArgumentType]
         (
             lambda: jshard.Precision(products="float8", compute="float64"),
             "compute='float64'",

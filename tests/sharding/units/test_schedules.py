@@ -33,7 +33,7 @@ SEQUENCE = 6144  # no weight and no shard of weights is as large as an activatio
 @functools.cache
 def compiled(
     gpus: int,
-    remat: str,
+    remat: Any,
     prefetch: bool | None = None,
     replica: int = 1,
     unroll: bool = False,

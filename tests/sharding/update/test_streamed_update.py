@@ -27,7 +27,7 @@ OFFLOADS = ("optimizer", "all")
 BOUND = 1e-9
 
 
-def make_policy(offload: str | None, **knobs: Any) -> jshard.Policy:
+def make_policy(offload: Any, **knobs: Any) -> jshard.Policy:
     return jshard.Policy(min_shard_elements=0, offload=offload, **knobs)
 
 
@@ -267,7 +267,7 @@ ADAMW = jshard.optim.chain(CLIP, optax.adamw(1e-3))
 ROUNDING = 2**12  # to what the compiler aligns, and its counters
 
 
-def compiled_update(offload: str) -> tuple[Any, jshard.TrainState]:
+def compiled_update(offload: Any) -> tuple[Any, jshard.TrainState]:
     """The update alone, for eight H100s, and its state."""
     mesh = h100s(GPUS)
     abstract: Any = mesh.abstract_mesh

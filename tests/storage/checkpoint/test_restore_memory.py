@@ -28,7 +28,7 @@ OFFLOADS = (None, "optimizer", "all")
 MESHES = ((1, 8), (2, 4), (1, 1))
 
 
-def make(ema_decay: float | None, offload: str | None, mesh: tuple[int, int], **knobs):
+def make(ema_decay: float | None, offload: Any, mesh: tuple[int, int], **knobs):
     policy = jshard.Policy(
         min_shard_elements=0, ema_decay=ema_decay, offload=offload, **knobs
     )

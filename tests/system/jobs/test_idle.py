@@ -36,7 +36,9 @@ def test_a_step_that_is_stuck_is_named_before_xla_aborts(command, tmp_path):
             if line.startswith("jshard: "):
                 break
         process.send_signal(signal.SIGKILL)
-    assert said[-1].startswith("jshard: step 1 (computing) has neither moved"), said
+    assert said[-1].startswith(
+        "jshard: step 1 (computing) has neither made progress"
+    ), said
     assert "resumes from its newest checkpoint" in said[-1]
     assert not any("rendezvous" in line.lower() for line in said), said
 
@@ -61,4 +63,4 @@ with stuck.IdleDetector(print) as detector:
     )
     worked, idle = done.stdout.splitlines()
     assert worked == "worked"
-    assert idle.startswith("step 3 (step) has neither moved")
+    assert idle.startswith("step 3 (step) has neither made progress")

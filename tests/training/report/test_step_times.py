@@ -22,7 +22,7 @@ def test_the_longest_steps_say_what_happened_in_them(tmp_path):
         "<th>20</th><td>2.0 s</td><td>collected garbage for 1.8 s</td>",
         "<th>31</th><td>1.5 s</td><td>first after an evaluation</td>",
         "<th>41</th><td>1.2 s</td><td>a checkpoint was being written</td>",
-        "<th>50</th><td>1.1 s</td><td>nothing that is known</td>",
+        "<th>50</th><td>1.1 s</td><td>no known cause</td>",
     ):
         assert words in text
     bars = [dict(x) for tag, x in page.elements if tag == "rect"]

@@ -2,9 +2,13 @@
 
 import importlib.util
 import json
+import re
+import sqlite3
 import sys
 import threading
 import types
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,8 @@ from jshard.system.errors import UserError
 from jshard.training.run.loggers import services
 from jshard.training.run.loggers.tracker import Tracker
 from jshard.training.run.metrics import RunFolder
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 def open_folder(path, resume_from=None, **logger):
@@ -218,3 +224,21 @@ def test_the_real_packages_offline(tmp_path, monkeypatch):
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
     assert [(point.step, point.value) for point in history] == [(1, 1.0), (3, 1 / 3)]
     assert list((tmp_path / "run/wandb").glob("offline-run-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of these packages
+def test_the_page_s_trackio(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    page = (REPOSITORY / "docs/how_to/metrics.md").read_text()
+    [block] = re.findall(r"```python\n(import trackio\n.*?)```", page, re.DOTALL)
+    defined: dict[str, Any] = {}
+    exec(block, defined)
+    config = ConfigDict({"steps": 3})
+    with with_tracker(tmp_path / "run", lambda: defined["tracker"](config)) as folder:
+        folder.write(1, {"loss": 2.0})
+        folder.write(2, {"loss": 1.0})
+    with sqlite3.connect(tmp_path / "trackio/mine.db") as database:
+        rows = database.execute("select step, metrics from metrics").fetchall()
+    assert [(n, json.loads(x)["loss"]) for n, x in rows] == [(1, 2.0), (2, 1.0)]
