@@ -14,9 +14,9 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6131,
+    "system": 6130,
     "sharding": 1,
-    "sharding/settings": 1971,
+    "sharding/settings": 1973,
     "sharding/layout": 2601,
     "sharding/axes": 741,
     "sharding/cpu": 476,
@@ -29,10 +29,10 @@ MOST_LINES = {
     "nn": 1467,
     "storage": 8361,
     "data": 6875,
-    "recipe": 2989,
+    "recipe": 2991,
     "plan": 10454,
     "inference": 2524,
-    "training": 6790,
+    "training": 6798,
     "the commands": 1374,
     "the public names": 719,
 }
