@@ -25,7 +25,7 @@ MOST_LINES = {
     "sharding/update": 2432,
     "sharding/units": 2073,
     "sharding/pipeline": 1029,
-    "sharding/step": 3482,
+    "sharding/step": 3483,
     "nn": 1467,
     "storage": 8361,
     "data": 6875,

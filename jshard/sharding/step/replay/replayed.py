@@ -20,7 +20,7 @@ from jshard.sharding.step.program.together import Together
 from jshard.sharding.step.replay.bits import hash_shards, on_host, spec_of
 from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh, send
 from jshard.sharding.step.replay.sent import Event, Result, recorded
-from jshard.sharding.step.replay.source import Source
+from jshard.sharding.step.replay.state_source import Source
 from jshard.sharding.step.replay.verdict import Computation, Verdict, differs, judge
 from jshard.system.errors import UserError
 
