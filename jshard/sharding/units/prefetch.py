@@ -2,9 +2,10 @@
 
 Each iteration gathers the weights of the next layer and reduce-scatters the gradients
 of the previous one. Its own layer depends on neither, so both overlap with it. A gather
-starts once the one before has ended, so that XLA combines no two of them. Outside of
-the loop are the last layer of each pass, which has no next layer, and the first ones of
-the backward, before there are gradients to scatter.
+starts once the one before has ended, so that XLA combines no two of them; in a
+loop on JAX 0.12 a scatter starts once the gather beside it has. Outside of the loop are
+the last layer of each pass, which has no next layer, and the first ones of the
+backward, before there are gradients to scatter.
 """
 
 import functools
@@ -123,6 +124,8 @@ def segment_backward(
         next_weights, grads_here, sums = transpose(
             layer, index, layers.layer_of(residuals, index - start), weights, sums
         )
+        if GATHERS_LATE and not segment.unroll:  # else XLA starts the scatter too late
+            grads, next_weights = barrier(grads, next_weights)
         reduced = None
         if parts is not None:
             reduced = reduce(parts, places, stacked.weights)

@@ -5,6 +5,7 @@ gather and scatter.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from jshard.plan.cost.transfers import Transfer, transfer
 from jshard.plan.fit.hardware import GPUS
 from jshard.recipes import llama
 from jshard.sharding.settings.mesh import BATCH
+from jshard.system.compat.xla_options import GATHERS_LATE
 
 pytestmark = pytest.mark.h100
 
@@ -122,6 +124,17 @@ def test_matrix_products_run_beside_every_gather_and_scatter_of_a_layer(gpus, re
     assert kinds == [["all-gather"], ["all-gather", "reduce-scatter"]]
     check_products_beside(module, forward)
     check_products_beside(module, backward)
+
+
+@pytest.mark.parametrize(("gpus", "remat"), CASES)
+def test_a_layer_s_scatter_starts_once_the_gather_beside_it_has_ended(gpus, remat):
+    module = schedule(gpus, remat)
+    _, backward = loops(module)
+    order = {x.name: i for i, x in enumerate(backward.instructions)}
+    moved = large(module, backward)
+    spans = [(order[x], order[backward.users(x)[0].name]) for x in moved]
+    if GATHERS_LATE:  # otherwise both start early enough at once
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_on_a_hybrid_mesh_they_run_beside_the_sums_over_copies_too():
