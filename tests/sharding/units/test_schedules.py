@@ -127,7 +127,7 @@ def test_matrix_products_run_beside_every_gather_and_scatter_of_a_layer(gpus, re
 
 
 @pytest.mark.parametrize(("gpus", "remat"), CASES)
-def test_a_layer_s_scatter_starts_once_the_gather_beside_it_has_ended(gpus, remat):
+def test_a_layers_scatter_starts_once_the_gather_beside_it_has_ended(gpus, remat):
     module = schedule(gpus, remat)
     _, backward = loops(module)
     order = {x.name: i for i, x in enumerate(backward.instructions)}
