@@ -1,6 +1,7 @@
 """The operations of a program in a profile, by step and device."""
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -101,10 +102,11 @@ def find_steps(
             notes.append(f"step {label} is cut off: left out")
     kept = [i for i, complete in enumerate(whole) if complete]
     dispatched = _dispatched(profile, name, len(steps))
+    placed = functools.partial(_placed, places={})
     return Steps(
         name,
         tuple(labels[i] for i in kept),
-        tuple({d: _placed(found) for d, found in steps[i].items()} for i in kept),
+        tuple({d: placed(found) for d, found in steps[i].items()} for i in kept),
         tuple(dispatched[i] for i in kept),
         _others(profile, key),
         tuple(notes),
@@ -230,11 +232,12 @@ def _is_whole(step: Mapping[int, Sequence[Operation]], once: list[str]) -> bool:
     return True
 
 
-def _placed(found: Sequence[Operation]) -> Ran:
+def _placed(found: Sequence[Operation], places: dict[Place, Place]) -> Ran:
     turns: collections.Counter[str] = collections.Counter()
     placed = {}
     for x in found:
-        placed[Place(x.name, turns[x.name])] = x
+        place = Place(x.name, turns[x.name])
+        placed[places.setdefault(place, place)] = x  # one object for all steps
         turns[x.name] += 1
     return placed
 

@@ -21,6 +21,8 @@ from jshard.plan.fit.hardware import GPUS, STATED
 from jshard.plan.memory.breakdown import Memory, Part
 from jshard.plan.output import comparison_text, plan_page
 from jshard.plan.planning import Plan
+from jshard.plan.trace import xspace
+from jshard.plan.trace.profile_reader import read_profile
 from jshard.system.errors import UserError
 
 GPU = dataclasses.replace(GPUS["h100"], constants=STATED)
@@ -295,7 +297,8 @@ def test_a_trace_that_cannot_be_compared_is_one_line(
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.xplane.pb", b"\x0anothing", "is no profile of JAX"),
+        ("a.xplane.pb", b"nothing", "is no profile of JAX"),
+        ("a.xplane.pb", b"", "is no profile of JAX"),
         ("a.trace.json.gz", b"\x1f\x8b\x08", "is cut off"),
         ("a.trace.json.gz", b"{}", "is no trace of JAX"),
         ("notes.txt", b"", "holds no profile of JAX: give a folder"),
@@ -371,6 +374,26 @@ def test_a_trace_with_an_instruction_that_the_program_lacks_is_refused(on_cpus):
 
     with pytest.raises(UserError, match="this is a trace of another jit_local"):
         compare(Other(), folder)
+
+
+def test_a_file_read_in_pieces_says_the_same(on_cpus, monkeypatch):
+    compiled, folder = on_cpus
+    whole = read_profile(folder)
+    monkeypatch.setattr(xspace, "_PIECE", 100)  # bytes: an event or two
+    pieces = read_profile(folder)
+    assert pieces == whole
+    assert compare(compiled, pieces).first == compare(compiled, whole).first
+
+
+def test_a_file_that_is_cut_off_says_so(on_cpus, tmp_path):
+    compiled, folder = on_cpus
+    (file,) = folder.rglob("*.xplane.pb")
+    data = file.read_bytes()
+    short = tmp_path / "short.xplane.pb"
+    for length in (len(data) // 2, len(data) - 1):
+        short.write_bytes(data[:length])
+        with pytest.raises(UserError, match=r"is cut off .*: trace again, and let the"):
+            compare(compiled, short)
 
 
 def test_perfetto_s_form_says_the_same(on_cpus):
