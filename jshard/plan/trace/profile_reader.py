@@ -22,6 +22,7 @@ from jshard.plan.trace.xspace import began, open_xspace
 from jshard.system.errors import UserError
 
 XPLANE, CHROME, PERFETTO = "*.xplane.pb", "*.trace.json.gz", "perfetto_trace.json.gz"
+_NSYS = (".nsys-rep", ".qdrep", ".sqlite")
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _OF_XLA = "tf_"  # how names of XLA's threads begin
 _NO_WORK = ("ThreadpoolListener", "end: ", "Wait for ", "ThunkExecutor::")
@@ -102,7 +103,7 @@ def read_profile(path: str | Path) -> Profile:
     for events in found.host.values():
         events.sort(key=lambda x: x.start)
     if not found.programs:
-        _refuse_nameless(found)
+        refuse_nameless(found)
         raise UserError(
             f"--profile={path}: only hosts are in this profile, no kernel of a device: "
             "trace steps after the first, and wait for them "
@@ -111,8 +112,8 @@ def read_profile(path: str | Path) -> Profile:
     return found
 
 
-def _refuse_nameless(found: Profile) -> None:
-    """Raises UserError for kernels of which none has the name of an instruction."""
+def refuse_nameless(found: Profile) -> None:
+    """Raises UserError if there are kernels without the name of an instruction."""
     if found.nameless:
         raise UserError(
             f"--profile={found.path}: {found.nameless} kernels have no names of "
@@ -123,6 +124,11 @@ def _refuse_nameless(found: Profile) -> None:
 
 def _files(path: Path) -> list[Path]:
     """Returns the files of a profile, one of each host."""
+    if path.suffix in _NSYS:
+        raise UserError(
+            f"--profile={path}: reports of Nsight Systems are not read: trace with "
+            "jax.profiler"
+        )
     if path.is_file():
         return [path]
     for pattern in (XPLANE, CHROME, PERFETTO):
@@ -132,7 +138,8 @@ def _files(path: Path) -> list[Path]:
     problem = "holds no profile of JAX" if path.is_dir() else "does not exist"
     raise UserError(
         f"--profile={path}: {problem}: give a folder that jax.profiler wrote, or that "
-        "of a run with --config.profile.steps=FIRST:LAST"
+        "of a run with --config.profile.steps=FIRST:LAST; a process that is killed "
+        "while it traces writes none"
     )
 
 

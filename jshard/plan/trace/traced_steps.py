@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from jshard.plan.cost.transfers import KINDS
 from jshard.plan.hlo import Instruction, Module
-from jshard.plan.trace.profile_reader import DISPATCH, Operation, Profile
+from jshard.plan.trace.profile_reader import (
+    DISPATCH,
+    Operation,
+    Profile,
+    refuse_nameless,
+)
 from jshard.system.errors import UserError
 
 # These have other instructions inside, which have events of their own.
@@ -81,6 +86,11 @@ def find_steps(
         for device, found in sorted(profile.programs[key].items())
     }
     notes = list(_count_devices(profile, len(devices), number, near))
+    if profile.nameless:
+        notes.append(
+            f"{profile.nameless} kernels have no names of instructions, as in command "
+            "buffers: what they did is missing below"
+        )
     once = _once(module, {x.name for found in devices.values() for x in found})
     runs = {device: _runs(found, once) for device, found in devices.items()}
     if len({len(found) for found in runs.values()}) > 1:
@@ -91,6 +101,7 @@ def find_steps(
     ]
     whole = [_is_whole(step, once) for step in steps]
     if not any(whole):
+        refuse_nameless(profile)
         raise UserError(
             f"--profile={profile.path}: no step of {name} is whole: the trace was cut "
             "off; trace complete steps: wait for the devices before it begins and "
@@ -134,12 +145,7 @@ def _key(
     wanted = {x.name for x in _reached(module) if _always_runs(x)}
     found = len(wanted & names) / max(len(wanted), 1)
     if known < _LEAST_KNOWN[same_devices] or found < _LEAST_FOUND:
-        if profile.nameless:
-            raise UserError(
-                f"--profile={profile.path}: {profile.nameless} kernels have no names "
-                "of instructions, as in command buffers: trace again with "
-                "XLA_FLAGS=--xla_gpu_enable_command_buffer="
-            )
+        refuse_nameless(profile)
         raise UserError(
             f"--profile={profile.path}: this is a trace of another {name}: of its "
             f"instructions {known:.0%} are in the planned program, and of the plan's "

@@ -30,7 +30,7 @@ class _Field(NamedTuple):
 
 
 def open_xspace(file: Path) -> Iterator[Any]:
-    """Yields ``ProfileData`` that are a file's together, each of a part of one line's events.
+    """Yields ``ProfileData`` that are a file together: each of a part of one line.
 
     Raises:
       EOFError: it is cut off.
