@@ -45,7 +45,7 @@ def parts(card: str | None) -> list[Part]:
     # Kernels in command buffers have no names of instructions.
     named = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
     profiles = [
-        Part(f"profile {job.name}", partial(profile, job=job), 120, named)
+        Part(f"profile {job.name}", partial(profile, job=job), 180, named)
         for _, job in pairs
     ]
     return [part for both in zip(plans, profiles, strict=True) for part in both]
