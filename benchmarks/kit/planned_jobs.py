@@ -3,20 +3,21 @@
 Plans are made on the CPU, as without a GPU; profiles on the GPU.
 """
 
-import collections
 import dataclasses
+import json
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.profiler import ProfileData
 
+import jshard.plan
 from jshard.plan.cost.timeline import replay
 from jshard.plan.fit.hardware import STATED, Constants, find_constants
+from jshard.plan.output import comparison_text
 from jshard.plan.planning import Plan, make_plan
 from jshard.plan.program import trace
+from jshard.plan.trace.constants_fit import fit_constants
 from jshard.recipe.configured import configure
 from jshard.recipe.load import find_recipe, open_recipe
 from kit.jobs import Job, gpt2, llamas
@@ -25,7 +26,6 @@ from kit.running import Part
 from kit.training import opened
 
 PROFILED = 3  # steps
-TOP = 10  # kernels
 
 
 def parts(card: str | None) -> list[Part]:
@@ -42,8 +42,11 @@ def parts(card: str | None) -> list[Part]:
         )
         for stage, job in pairs
     ]
+    # Kernels in command buffers have no names of instructions.
+    named = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
     profiles = [
-        Part(f"profile {job.name}", partial(profile, job=job), 120) for _, job in pairs
+        Part(f"profile {job.name}", partial(profile, job=job), 180, named)
+        for _, job in pairs
     ]
     return [part for both in zip(plans, profiles, strict=True) for part in both]
 
@@ -109,10 +112,9 @@ def _off(planned: float | None, measured: float | None) -> float | None:
 
 
 def profile(record: Recorder, *, job: Job) -> None:
-    """The kernels of a step that take longest, and what the planner says of each.
+    """Where a step deviates from the plan of the very program that runs.
 
-    The planner replays the very program that runs, so that its kernels have the
-    profile's names.
+    Also writes the comparison, and the constants that the profile shows.
     """
     with opened(job, 1) as (_, config, program, read):
         made = program.job
@@ -126,50 +128,19 @@ def profile(record: Recorder, *, job: Job) -> None:
                 for _ in range(PROFILED):
                     state, metrics = made.train_step(state, batch)
                 jax.block_until_ready((state, metrics))
-            (file,) = Path(folder).rglob("*.xplane.pb")
-            ran = kernels(ProfileData.from_file(str(file)))
-    planned = collections.defaultdict(float)
-    for event in plan.timeline.events if plan.timeline else ():
-        planned[event.name] += event.seconds
-    assert ran, "the profile has no kernels"
-    longest = sorted(ran, key=lambda name: -ran[name][0])[:TOP]
+            found = jshard.plan.compare(plan, folder)
+    data = comparison_text.as_json(found)
+    (record.out / f"profile-{job.name}.json").write_text(json.dumps(data, indent=1))
+    fitted = {}
+    if plan.timeline is not None:
+        fitted = fit_constants(plan, found).as_json()
+        constants = record.out / f"constants-{job.name}.json"
+        constants.write_text(json.dumps(fitted, indent=1))
     record(
         job.name,
-        kernel_seconds=sum(seconds for seconds, _ in ran.values()),
-        planned_seconds=sum(planned.values()) or None,
-        without_plan=sum(s for name, (s, _) in ran.items() if name not in planned),
-        longest=[
-            {
-                "operation": name,
-                "kernel": ran[name][1],
-                "seconds": ran[name][0],
-                "planned": planned.get(name),
-            }
-            for name in longest
-        ],
+        measured_seconds=found.step_seconds,
+        planned_seconds=found.planned,
+        first=comparison_text.first(found),
+        causes=found.sums,
+        fitted=fitted,
     )
-
-
-def kernels(found: ProfileData) -> dict[str, tuple[float, str]]:
-    """Of each HLO operation: seconds a step on one device, and the kernel's name.
-
-    A kernel of a GPU without an operation counts under its own name.
-    """
-    total: dict[str, float] = collections.defaultdict(float)
-    names: dict[str, str] = {}
-    devices = set()
-    for plane in found.planes:
-        on_gpu = plane.name.startswith("/device:GPU")
-        for line in plane.lines:
-            if on_gpu and "Stream" not in line.name:
-                continue  # lines that sum others up
-            for event in line.events:
-                operation = dict(event.stats).get("hlo_op")
-                if operation is None and not on_gpu:
-                    continue
-                operation = operation or event.name
-                devices.add(plane.name)
-                total[operation] += event.duration_ns * 1e-9
-                names[operation] = event.name
-    steps = PROFILED * max(1, len(devices))
-    return {name: (seconds / steps, names[name]) for name, seconds in total.items()}

@@ -109,6 +109,11 @@ COMMAND = Command(
             "profile.steps, and prints where it deviated from the plan (on CPUs, from "
             "the median step)", kind=Path, shown="DIR",
         ),
+        "baseline": Option(
+            None, "with --profile, a profile of the same step as it should go, e.g. "
+            "before a change of flags: its medians are expected in place of the plan",
+            kind=Path, shown="DIR",
+        ),
         "fit": Option(
             None, "with --profile, writes the constants of the cost model that it "
             "shows, for --constants", kind=Path, shown="FILE",
@@ -207,8 +212,7 @@ def _plan(argv: list[str]) -> None:
                 f"--trace={arguments.trace}: there is no timeline: the speed of "
                 f"these devices is unknown ({', '.join(topology.GPUS)} are known)"
             )
-        # What cannot be read is said before minutes of compiling.
-        traced = read_profile(arguments.profile) if arguments.profile else None
+        traced = _read_profiles(arguments)
         plan = plan_recipe(configured, where, speed, arguments.imbalance)
         _show(plan, traced, arguments)
 
@@ -233,13 +237,20 @@ def _plan_file(arguments: SimpleNamespace) -> None:
     _choose_platform(where)
     if where != ATTACHED:
         topology.parse(where)
+    _check_profile(arguments)
     check_files(arguments, (*_FILES, "fit"))
     speed = find_constants(str(arguments.constants))
-    traced = read_profile(arguments.profile) if arguments.profile else None
+    traced = _read_profiles(arguments)
     _show(plan_file(arguments.from_hlo, where, speed), traced, arguments)
 
 
-def _show(plan: Plan, traced: Profile | None, arguments: SimpleNamespace) -> None:
+def _read_profiles(arguments: SimpleNamespace) -> list[Profile]:
+    """Reads the profile and its baseline, if given, before minutes of compiling."""
+    given = [path for path in (arguments.profile, arguments.baseline) if path]
+    return [read_profile(path) for path in given]
+
+
+def _show(plan: Plan, traced: list[Profile], arguments: SimpleNamespace) -> None:
     """Prints a plan and writes it to files; exits with 3 if it does not fit."""
     if arguments.trace and plan.timeline is None:
         raise UserError(
@@ -248,8 +259,8 @@ def _show(plan: Plan, traced: Profile | None, arguments: SimpleNamespace) -> Non
         )
     show("\n".join(plan_text.lines(plan)))
     found = None
-    if traced is not None:
-        found = compare(plan, traced)
+    if traced:
+        found = compare(plan, *traced)
         show("\n".join(["", *comparison_text.lines(found)]))
         if arguments.fit:
             fitted = fit_constants(plan, found)
@@ -280,8 +291,28 @@ def _check_where(arguments: SimpleNamespace) -> None:
     elif where != ATTACHED:
         topology.parse(where)
         topology.require_plugin()
-    if arguments.fit and not arguments.profile:
-        raise UserError(f"--fit={arguments.fit}: fits constants to a --profile=DIR")
+    _check_profile(arguments)
+
+
+def _check_profile(arguments: SimpleNamespace) -> None:
+    """Raises UserError for what needs a profile, or cannot take one."""
+    fit, baseline = arguments.fit, arguments.baseline
+    if arguments.profile is None:
+        if fit:
+            raise UserError(f"--fit={fit}: fits constants to a --profile=DIR")
+        if baseline:
+            raise UserError(f"--baseline={baseline}: is compared with a --profile=DIR")
+        return
+    if arguments.topologies or arguments.search or arguments.search_keys:
+        raise UserError(
+            f"--profile={arguments.profile}: is compared with one plan, and --search "
+            "and --topologies make many; drop one"
+        )
+    if fit and baseline:
+        raise UserError(
+            f"--baseline={baseline}: stands in for the plan, which --fit needs; drop "
+            "one"
+        )
 
 
 if __name__ == "__main__":

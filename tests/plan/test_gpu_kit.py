@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import pytest
-from jax.profiler import ProfileData
 from jax.sharding import Mesh, NamedSharding
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -118,37 +117,6 @@ def test_the_driver_tells_the_card_and_its_memory(tmp_path, monkeypatch):
     assert (machine.card, machine.count) == ("h200", 1)
     assert machine.memory == 143771 * 2**20
     assert machine.facts["temperature.gpu"] == "30"
-
-
-# A profile of three steps: a product twice, a kernel that no operation has, and a line
-# that sums others up.
-PROFILE = """
-planes {
-  name: "/device:GPU:0"
-  event_metadata { key: 1 value { id: 1 name: "nvjet_hsh" } }
-  event_metadata { key: 2 value { id: 2 name: "memset" } }
-  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
-  lines {
-    name: "Stream #7(Compute)"
-    events { metadata_id: 1 duration_ps: 6000000 stats { metadata_id: 1 str_value: "gemm.1" } }
-    events { metadata_id: 1 duration_ps: 3000000 stats { metadata_id: 1 str_value: "gemm.1" } }
-    events { metadata_id: 2 duration_ps: 1500000 }
-  }
-  lines {
-    name: "XLA Ops"
-    events { metadata_id: 1 duration_ps: 9000000 stats { metadata_id: 1 str_value: "gemm.1" } }
-  }
-}
-planes { name: "/host:CPU" lines { name: "python" events { duration_ps: 5 } } }
-"""  # noqa: E501
-
-
-def test_a_profile_gives_the_kernels_of_a_step():
-    found = planned_jobs.kernels(ProfileData.from_text_proto(PROFILE))
-    assert found == {
-        "gemm.1": (pytest.approx(9e-6 / planned_jobs.PROFILED), "nvjet_hsh"),
-        "memset": (pytest.approx(1.5e-6 / planned_jobs.PROFILED), "memset"),
-    }
 
 
 def test_fitted_constants_are_what_the_kernels_reached_and_the_planner_reads_them(

@@ -37,7 +37,9 @@ def rows(found: Comparison) -> Iterator[tuple[str, str]]:
     )
     if found.planned is not None:
         planned = f"{format_seconds(found.planned)} per step"
-    yield "planned", planned
+    if found.baseline is not None:
+        planned = f"the median of each operation in {found.baseline.path}"
+    yield "planned" if found.baseline is None else "expected", planned
     yield from (("note", note) for note in found.steps.notes)
     yield "first", first(found)
     if (without := found.without_first) is not None:
@@ -63,6 +65,8 @@ def sentence(found: Comparison, number: int) -> str:
     x = found.deviations[number]
     what, more = operation(found, x.place), format_seconds(x.seconds)
     begins = f"In step {found.steps.numbers[x.step]} "
+    if found.baseline is not None:
+        begins = "In the median step "
     on = f"on device {x.device}"
     if x.cause in (deviations.SLOW_KERNEL, deviations.SLOW_COLLECTIVE):
         assert x.expected is not None
@@ -112,6 +116,7 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "schema": SCHEMA,
         "profile": str(found.profile.path),
         "program": found.steps.program,
+        "baseline": found.baseline and str(found.baseline.path),
         "planned": found.planned,
         "measured": found.step_seconds,
         "steps": [

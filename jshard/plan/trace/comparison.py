@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import functools
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -40,8 +41,10 @@ class Comparison:
       module: the program.
       profile: what ran while it was traced.
       steps: what ran of the program.
-      planned: seconds of a step; None without a plan in seconds, as on CPUs: then the
-        median of each operation over all steps and devices is expected.
+      baseline: what it is compared with in place of a plan; None without one.
+      planned: seconds of a step; None without a plan in seconds, as on CPUs, and beside
+        a baseline: then the median of each operation over all steps and devices, of
+        the baseline if there is one, is expected.
       expected: of each operation.
       measured: the operations of each step, by device.
       deviations: in order of time.
@@ -52,6 +55,7 @@ class Comparison:
     module: hlo.Module
     profile: Profile
     steps: Steps
+    baseline: Profile | None
     planned: float | None
     expected: Mapping[Place, Expected]
     measured: tuple[Measured, ...]
@@ -109,13 +113,16 @@ class Comparison:
         total: dict[str, float] = collections.defaultdict(float)
         for x in self.deviations:
             total[x.cause] += x.seconds
-        count = len(self.steps.ran) * len(self.steps.devices)
+        steps = 1 if self.baseline else len(self.steps.ran)
+        count = steps * len(self.steps.devices)
         found = {cause: total[cause] / count for cause in CAUSES if total[cause]}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def compare(
-    plan: Plan | Program | jax.stages.Compiled, profile: Profile | str | Path
+    plan: Plan | Program | jax.stages.Compiled,
+    profile: Profile | str | Path,
+    baseline: Profile | str | Path | None = None,
 ) -> Comparison:
     """Compares a trace with the plan of its program, by instruction, step and device.
 
@@ -125,6 +132,9 @@ def compare(
         compared with each other: the median of each operation is expected.
       profile: What ``jax.profiler`` wrote: a folder, a file, or what
         ``read_profile`` read of it.
+      baseline: Another profile of the program, as it should go. In place of the plan
+        the medians of its operations are expected, and those of the profile are
+        compared with them: what is slower in every step, and not in one.
 
     Raises:
       UserError: the profile cannot be read, is one of another program or of other
@@ -145,10 +155,14 @@ def compare(
         number = near = _devices(text)
     header = _HEADER.match(text)
     name = header[1] if header else ""
-    steps = find_steps(
-        module, name, number, near, profile, same_devices=timeline is None
+    find = functools.partial(
+        find_steps, module, name, number, near, same_devices=timeline is None
     )
-    return _compare(module, steps, profile, timeline)
+    if baseline is None:
+        return _compare(module, find(profile), profile, timeline)
+    if not isinstance(baseline, Profile):
+        baseline = read_profile(baseline)
+    return _compare_usual(module, find(profile), profile, find(baseline), baseline)
 
 
 def _devices(text: str) -> int:
@@ -170,10 +184,7 @@ def _compare(
             for step in steps.ran
         ]
         steps = steps._replace(ran=tuple(merged))
-    measured, before = [], {}
-    for step in steps.ran:
-        measured.append(measure(module, step, before, order))
-        before = {device: _end(ran) for device, ran in step.items()}
+    measured = _measure(module, steps, order)
     if timeline is not None:
         alone = measure(module, {0: wanted}, {0: 0.0}, order)
         expected = deviations.as_planned(alone[0])
@@ -188,22 +199,59 @@ def _compare(
     found = deviations.deviations(
         module, measured, expected, by_plan=timeline is not None
     )
+    listed, during = _explained(found, steps, profile)
+    return Comparison(
+        module,
+        profile,
+        steps,
+        None,
+        timeline and timeline.seconds,
+        expected,
+        measured,
+        listed,
+        during,
+    )
+
+
+def _compare_usual(
+    module: hlo.Module,
+    steps: Steps,
+    profile: Profile,
+    usual: Steps,
+    baseline: Profile,
+) -> Comparison:
+    """Compares the operations' medians of two profiles, by device."""
+    measured = _measure(module, steps, {})
+    expected = deviations.as_usual(_measure(module, usual, {}))
+    found = Comparison(
+        module, profile, steps, baseline, None, expected, measured, (), {}
+    )
+    number = found.seconds.index(found.step_seconds)
+    median = deviations.medians(measured, number)
+    one = deviations.deviations(module, [median], expected, by_plan=True)
+    listed, during = _explained((x._replace(step=number) for x in one), steps, profile)
+    return dataclasses.replace(found, deviations=listed, during=during)
+
+
+def _measure(module: hlo.Module, steps: Steps, order: Order) -> tuple[Measured, ...]:
+    measured, before = [], {}
+    for step in steps.ran:
+        measured.append(measure(module, step, before, order))
+        before = {device: _end(ran) for device, ran in step.items()}
+    return tuple(measured)
+
+
+def _explained(
+    found: Iterable[Deviation], steps: Steps, profile: Profile
+) -> tuple[tuple[Deviation, ...], dict[int, str]]:
+    """Returns deviations in order of time, and what went on during the late ones."""
     during, listed = {}, []
     for number, x in enumerate(sorted(found, key=lambda x: x.at)):
         if x.cause == LATE:
             idle = explain(x, steps, profile)
             x, during[number] = x._replace(cause=idle.cause), idle.during
         listed.append(x)
-    return Comparison(
-        module,
-        profile,
-        steps,
-        timeline and timeline.seconds,
-        expected,
-        tuple(measured),
-        tuple(listed),
-        during,
-    )
+    return tuple(listed), during
 
 
 def _merged(ran: Ran, wanted: Ran) -> Ran:

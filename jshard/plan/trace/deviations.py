@@ -86,6 +86,21 @@ def as_usual(steps: Sequence[Measured]) -> dict[Place, Expected]:
     return expected
 
 
+def medians(steps: Sequence[Measured], number: int) -> Measured:
+    """Returns one of the steps, with each time the (lower) median over all of them."""
+    found = {}
+    for device, ran in steps[number].items():
+        found[device] = {}
+        for place, took in ran.items():
+            all_of_it = [step[device][place] for step in steps if place in step[device]]
+            values = {
+                name: statistics.median_low([getattr(x, name) for x in all_of_it])
+                for name in _MEASURES
+            }
+            found[device][place] = took._replace(**values)
+    return found
+
+
 def deviations(
     module: Module,
     steps: Sequence[Measured],

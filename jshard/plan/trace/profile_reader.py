@@ -7,23 +7,26 @@ devices, each with its ``device_ordinal`` and ``run_id``; the others are Python'
 """
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax import profiler
-
 from jshard.plan.trace.chrome_trace import read_chrome
 from jshard.plan.trace.rows import Row
+from jshard.plan.trace.xspace import began, open_xspace
 from jshard.system.errors import UserError
 
 XPLANE, CHROME, PERFETTO = "*.xplane.pb", "*.trace.json.gz", "perfetto_trace.json.gz"
+_NSYS = (".nsys-rep", ".qdrep", ".sqlite")
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _OF_XLA = "tf_"  # how names of XLA's threads begin
 _NO_WORK = ("ThreadpoolListener", "end: ", "Wait for ", "ThunkExecutor::")
+_WAITS = ("Rendezvous", "InvokeRendezvous", "Wait: ")  # of XLA's threads
 _GRAPH = ("cuda_graph_exec_id", "cuda_graph_id", "graph_id", "cuda_graph_node_id")
 _COMMAND_BUFFER = "command_buffer"
 DISPATCH = "Execute ("  # of the event in which a host starts a program
@@ -87,18 +90,20 @@ def read_profile(path: str | Path) -> Profile:
     files = _files(path)
     folder = path if path.is_file() else files[0].parent
     found, clocks = Profile(folder, {}, {}, {}, []), []
-    for number, file in enumerate(files):
-        data = _open(file)
-        clocks.append(0 if data is None else _began(data))
-        rows = read_chrome(file) if data is None else _rows(data)
-        _add_host(found, number, rows, 1e-9 * (clocks[-1] - clocks[0]))
+    with _without_collector():
+        for number, file in enumerate(files):
+            of_xla = file.name.endswith(".pb")
+            with _refusing(file):
+                clocks.append(began(file) if of_xla else 0)
+            rows = _rows(file) if of_xla else read_chrome(file)
+            _add_host(found, number, rows, 1e-9 * (clocks[-1] - clocks[0]))
     for devices in found.programs.values():
         for operations in devices.values():
             operations.sort(key=lambda x: x.start)
     for events in found.host.values():
         events.sort(key=lambda x: x.start)
     if not found.programs:
-        _refuse_nameless(found)
+        refuse_nameless(found)
         raise UserError(
             f"--profile={path}: only hosts are in this profile, no kernel of a device: "
             "trace steps after the first, and wait for them "
@@ -107,8 +112,8 @@ def read_profile(path: str | Path) -> Profile:
     return found
 
 
-def _refuse_nameless(found: Profile) -> None:
-    """Raises UserError for kernels of which none has the name of an instruction."""
+def refuse_nameless(found: Profile) -> None:
+    """Raises UserError if there are kernels without the name of an instruction."""
     if found.nameless:
         raise UserError(
             f"--profile={found.path}: {found.nameless} kernels have no names of "
@@ -119,6 +124,11 @@ def _refuse_nameless(found: Profile) -> None:
 
 def _files(path: Path) -> list[Path]:
     """Returns the files of a profile, one of each host."""
+    if path.suffix in _NSYS:
+        raise UserError(
+            f"--profile={path}: reports of Nsight Systems are not read: trace with "
+            "jax.profiler"
+        )
     if path.is_file():
         return [path]
     for pattern in (XPLANE, CHROME, PERFETTO):
@@ -128,35 +138,52 @@ def _files(path: Path) -> list[Path]:
     problem = "holds no profile of JAX" if path.is_dir() else "does not exist"
     raise UserError(
         f"--profile={path}: {problem}: give a folder that jax.profiler wrote, or that "
-        "of a run with --config.profile.steps=FIRST:LAST"
+        "of a run with --config.profile.steps=FIRST:LAST; a process that is killed "
+        "while it traces writes none"
     )
 
 
-def _open(file: Path) -> Any | None:
-    """Returns XLA's ``ProfileData``; None for a trace in Chrome's form."""
-    if not file.name.endswith(".pb"):
-        return None
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keeps Python's collector from going through millions of rows again and again."""
+    was = gc.isenabled()
+    gc.disable()
     try:
-        return profiler.ProfileData.from_file(str(file))
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    """Says what is wrong with a file of XLA's."""
+    try:
+        yield
+    except EOFError as error:
+        raise UserError(
+            f"--profile={file}: is cut off ({error}): trace again, and let the trace "
+            "end before its process does"
+        ) from error
     except (RuntimeError, ValueError, OSError) as error:
         why = " ".join(str(error).split())
         raise UserError(f"--profile={file}: is no profile of JAX ({why})") from error
 
 
-def _began(data: Any) -> int:
-    """Returns when a profile began, in nanoseconds of the host's clock."""
-    task = data.find_plane_with_name("Task Environment")
-    return int(dict(task.stats).get("profile_start_time", 0)) if task else 0
-
-
-def _rows(data: Any) -> Iterator[Row]:
-    for plane in data.planes:
-        of = plane.name
-        for line in plane.lines:
-            name = line.name
-            for event in line.events:
-                start, seconds = 1e-9 * event.start_ns, 1e-9 * event.duration_ns
-                yield Row(of, name, event.name, start, seconds, event)
+def _rows(file: Path) -> Iterator[Row]:
+    pieces = open_xspace(file)
+    while True:
+        with _refusing(file):
+            data = next(pieces, None)
+        if data is None:
+            return
+        for plane in data.planes:
+            of = plane.name
+            for line in plane.lines:
+                name = line.name
+                for event in line.events:
+                    start, seconds = 1e-9 * event.start_ns, 1e-9 * event.duration_ns
+                    yield Row(of, name, event.name, start, seconds, event)
 
 
 def _add_host(found: Profile, number: int, rows: Iterable[Row], later: float) -> None:
@@ -170,10 +197,13 @@ def _add_host(found: Profile, number: int, rows: Iterable[Row], later: float) ->
     for row in rows:
         if row.name.startswith(_NO_WORK):
             continue
+        of_xla = row.line.startswith(_OF_XLA)
+        if of_xla and row.name.startswith(_WAITS):
+            continue
         gpu = _GPU.search(row.plane)
         if gpu and not row.line.startswith("Stream"):
             continue  # lines that sum others up
-        if gpu or row.line.startswith(_OF_XLA):
+        if gpu or of_xla:
             stats = row.stats()
             operation = stats.get("hlo_op")
             if operation is None or operation.startswith(_COMMAND_BUFFER):

@@ -1,12 +1,18 @@
 """The operations of a program in a profile, by step and device."""
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jshard.plan.cost.transfers import KINDS
 from jshard.plan.hlo import Instruction, Module
-from jshard.plan.trace.profile_reader import DISPATCH, Operation, Profile
+from jshard.plan.trace.profile_reader import (
+    DISPATCH,
+    Operation,
+    Profile,
+    refuse_nameless,
+)
 from jshard.system.errors import UserError
 
 # These have other instructions inside, which have events of their own.
@@ -80,6 +86,11 @@ def find_steps(
         for device, found in sorted(profile.programs[key].items())
     }
     notes = list(_count_devices(profile, len(devices), number, near))
+    if profile.nameless:
+        notes.append(
+            f"{profile.nameless} kernels have no names of instructions, as in command "
+            "buffers: what they did is missing below"
+        )
     once = _once(module, {x.name for found in devices.values() for x in found})
     runs = {device: _runs(found, once) for device, found in devices.items()}
     if len({len(found) for found in runs.values()}) > 1:
@@ -90,6 +101,7 @@ def find_steps(
     ]
     whole = [_is_whole(step, once) for step in steps]
     if not any(whole):
+        refuse_nameless(profile)
         raise UserError(
             f"--profile={profile.path}: no step of {name} is whole: the trace was cut "
             "off; trace complete steps: wait for the devices before it begins and "
@@ -101,10 +113,11 @@ def find_steps(
             notes.append(f"step {label} is cut off: left out")
     kept = [i for i, complete in enumerate(whole) if complete]
     dispatched = _dispatched(profile, name, len(steps))
+    placed = functools.partial(_placed, places={})
     return Steps(
         name,
         tuple(labels[i] for i in kept),
-        tuple({d: _placed(found) for d, found in steps[i].items()} for i in kept),
+        tuple({d: placed(found) for d, found in steps[i].items()} for i in kept),
         tuple(dispatched[i] for i in kept),
         _others(profile, key),
         tuple(notes),
@@ -132,12 +145,7 @@ def _key(
     wanted = {x.name for x in _reached(module) if _always_runs(x)}
     found = len(wanted & names) / max(len(wanted), 1)
     if known < _LEAST_KNOWN[same_devices] or found < _LEAST_FOUND:
-        if profile.nameless:
-            raise UserError(
-                f"--profile={profile.path}: {profile.nameless} kernels have no names "
-                "of instructions, as in command buffers: trace again with "
-                "XLA_FLAGS=--xla_gpu_enable_command_buffer="
-            )
+        refuse_nameless(profile)
         raise UserError(
             f"--profile={profile.path}: this is a trace of another {name}: of its "
             f"instructions {known:.0%} are in the planned program, and of the plan's "
@@ -230,11 +238,12 @@ def _is_whole(step: Mapping[int, Sequence[Operation]], once: list[str]) -> bool:
     return True
 
 
-def _placed(found: Sequence[Operation]) -> Ran:
+def _placed(found: Sequence[Operation], places: dict[Place, Place]) -> Ran:
     turns: collections.Counter[str] = collections.Counter()
     placed = {}
     for x in found:
-        placed[Place(x.name, turns[x.name])] = x
+        place = Place(x.name, turns[x.name])
+        placed[places.setdefault(place, place)] = x  # one object for all steps
         turns[x.name] += 1
     return placed
 

@@ -114,8 +114,20 @@ def test_a_step_too_small_to_tell_is_refused(tmp_path):
         fit_constants(other, found)
 
 
-def test_a_fit_needs_a_profile(plan):
-    words = ["--config=gpt.py", "--topology=attached", "--fit=constants.json"]
-    code, _, error = plan(*words)
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--fit=c.json"], "--fit=c.json: fits constants to a --profile=DIR"),
+        (["--baseline=b"], "--baseline=b: is compared with a --profile=DIR"),
+        (["--profile=p", "--baseline=b", "--fit=c.json"],
+         "--baseline=b: stands in for the plan, which --fit needs; drop one"),
+        (["--profile=p", "--search"], "--profile=p: is compared with one plan, and"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("of", ["--config=gpt.py", "--from-hlo=program.txt"])
+def test_what_a_profile_is_read_for_is_said(plan, of, words, problem):
+    if of.startswith("--from-hlo") and "--search" in words:
+        problem = "--search: is of a recipe, and --from-hlo plans a file"
+    code, _, error = plan(of, "--topology=attached", *words)
     assert code == 2
-    assert "--fit=constants.json: fits constants to a --profile=DIR" in error
+    assert problem in error

@@ -21,6 +21,8 @@ from jshard.plan.fit.hardware import GPUS, STATED
 from jshard.plan.memory.breakdown import Memory, Part
 from jshard.plan.output import comparison_text, plan_page
 from jshard.plan.planning import Plan
+from jshard.plan.trace import xspace
+from jshard.plan.trace.profile_reader import read_profile
 from jshard.system.errors import UserError
 
 GPU = dataclasses.replace(GPUS["h100"], constants=STATED)
@@ -193,6 +195,28 @@ def test_a_known_change_is_recovered_exactly(tmp_path, change, cause, seconds, w
     assert "Without it the step takes" in "\n".join(comparison_text.lines(found))
 
 
+def test_beside_a_baseline_what_is_slower_in_every_step_is_first(tmp_path):
+    """A larger delay of one step is not: it is no change."""
+    usual, last = one_step(), max(x.end for x in one_step())
+    slow = longer(usual, find(usual, "next", 1), 3 * MS)
+    ran, end = [], 0.0
+    for number in range(5):
+        step = longer(slow, find(slow, "product"), 20 * MS) if number == 1 else slow
+        ran += [x._replace(start=x.start + end, end=x.end + end) for x in step]
+        end = ran[-1].end
+    before = write_profile(tmp_path / "before", dict.fromkeys((0, 1), usual))
+    after = write_profile(tmp_path / "after", dict.fromkeys((0, 1), ran))
+    found = compare(planned(), after, before)
+    assert (found.planned, found.baseline) == (None, read_profile(before))
+    assert found.sums == pytest.approx({"kernel slower": 3 * MS}, rel=1e-5)
+    assert found.without_first == pytest.approx(last, rel=1e-5)
+    text = "\n".join(comparison_text.lines(found))
+    assert "first           In the median step dot_general next (forward, lay" in text
+    assert "took 3.20 ms instead of 0.196 ms on device 0." in text
+    assert f"expected        the median of each operation in {before}" in text
+    assert comparison_text.as_json(found)["baseline"].startswith(str(before))
+
+
 def test_the_page_has_both_timelines_in_one_picture(tmp_path):
     found = traced(tmp_path, slow_kernel)
     memory = Memory((Part("weights", 10**9, ""),), 10**9, 0, GPU.usable, (), 2)
@@ -295,16 +319,33 @@ def test_a_trace_that_cannot_be_compared_is_one_line(
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.xplane.pb", b"\x0anothing", "is no profile of JAX"),
+        ("a.xplane.pb", b"nothing", "is no profile of JAX"),
+        ("a.xplane.pb", b"", "is no profile of JAX"),
         ("a.trace.json.gz", b"\x1f\x8b\x08", "is cut off"),
         ("a.trace.json.gz", b"{}", "is no trace of JAX"),
         ("notes.txt", b"", "holds no profile of JAX: give a folder"),
+        ("report.nsys-rep", b"", "reports of Nsight Systems are not read: trace with"),
     ],
 )
 def test_a_file_that_is_no_trace_is_one_line(tmp_path, name, content, problem):
-    (tmp_path / name).write_bytes(content)
+    file = tmp_path / name
+    file.write_bytes(content)
+    path = file if file.suffix == ".nsys-rep" else tmp_path
     with pytest.raises(UserError, match=problem):
-        compare(planned(), tmp_path)
+        compare(planned(), path)
+
+
+def test_some_kernels_in_command_buffers_are_noted_and_many_are_refused(tmp_path):
+    def hidden(*names):
+        return [x._replace(name="") if x.name in names else x for x in one_step()]
+
+    some, many = hidden("update"), hidden("square", "sum", "update")
+    write_profile(tmp_path / "some", dict.fromkeys((0, 1), one_step() + some))
+    write_profile(tmp_path / "many", dict.fromkeys((0, 1), many))
+    notes = compare(planned(), tmp_path / "some").steps.notes
+    assert "2 kernels have no names of instructions, as in command buffers" in notes[0]
+    with pytest.raises(UserError, match="kernels have no names of instructions"):
+        compare(planned(), tmp_path / "many")
 
 
 @pytest.fixture(scope="module")
@@ -371,6 +412,26 @@ def test_a_trace_with_an_instruction_that_the_program_lacks_is_refused(on_cpus):
 
     with pytest.raises(UserError, match="this is a trace of another jit_local"):
         compare(Other(), folder)
+
+
+def test_a_file_read_in_pieces_says_the_same(on_cpus, monkeypatch):
+    compiled, folder = on_cpus
+    whole = read_profile(folder)
+    monkeypatch.setattr(xspace, "_PIECE", 100)  # bytes: an event or two
+    pieces = read_profile(folder)
+    assert pieces == whole
+    assert compare(compiled, pieces).first == compare(compiled, whole).first
+
+
+def test_a_file_that_is_cut_off_says_so(on_cpus, tmp_path):
+    compiled, folder = on_cpus
+    (file,) = folder.rglob("*.xplane.pb")
+    data = file.read_bytes()
+    short = tmp_path / "short.xplane.pb"
+    for length in (len(data) // 2, len(data) - 1):
+        short.write_bytes(data[:length])
+        with pytest.raises(UserError, match=r"is cut off .*: trace again, and let the"):
+            compare(compiled, short)
 
 
 def test_perfetto_s_form_says_the_same(on_cpus):
