@@ -131,6 +131,8 @@ def _varint(data: mmap.mmap, at: int, end: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
         shift += 7
+        if shift > 63:
+            raise ValueError("a number has more than ten bytes")
     raise EOFError("its last number is not whole")
 
 

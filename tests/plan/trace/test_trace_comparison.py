@@ -321,6 +321,7 @@ def test_a_trace_that_cannot_be_compared_is_one_line(
     [
         ("a.xplane.pb", b"nothing", "is no profile of JAX"),
         ("a.xplane.pb", b"", "is no profile of JAX"),
+        ("a.xplane.pb", b"\x8a" * 99, "is no profile of JAX"),
         ("a.trace.json.gz", b"\x1f\x8b\x08", "is cut off"),
         ("a.trace.json.gz", b"{}", "is no trace of JAX"),
         ("notes.txt", b"", "holds no profile of JAX: give a folder"),
