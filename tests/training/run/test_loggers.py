@@ -229,8 +229,8 @@ def test_the_real_packages_offline(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of these packages
 def test_the_page_s_trackio(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its import
     pytest.importorskip("trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     page = (REPOSITORY / "docs/how_to/metrics.md").read_text()
     [block] = re.findall(r"```python\n(import trackio\n.*?)```", page, re.DOTALL)
     defined: dict[str, Any] = {}
