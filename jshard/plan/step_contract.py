@@ -21,10 +21,9 @@ from jshard.system.errors import UserError
 from jshard.system.files.atomic import replace_file
 from jshard.system.files.untrusted import read_json
 from jshard.system.formatting import format_bytes, format_seconds
-from jshard.system.pytest_option import UPDATE
 
+UPDATE = "JSHARD_UPDATE_CONTRACTS"
 _FORMAT = 2
-_HOW = f"pytest --update-contracts, or {UPDATE}=1"
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (Path(jax.__file__).parent, Path(__file__).parents[1])
@@ -42,8 +41,8 @@ def assert_plan(
     and what a device receives. Memory, by who owns it, and of a plan for known GPUs the
     time of the step, may grow by ``tolerance``; no donated argument may be lost.
 
-    With ``pytest --update-contracts`` or the environment variable
-    ``JSHARD_UPDATE_CONTRACTS=1`` the contract is written in place of that.
+    With the environment variable ``JSHARD_UPDATE_CONTRACTS=1`` the contract is written
+    in place of that.
 
     Args:
       step: What ``jax.jit(...).lower(...).compile()`` or ``train_step.lower(...)
@@ -81,7 +80,7 @@ def assert_plan(
             f"{path}{other * (kept['jax'] != now['jax'])}: the step is not what this "
             "contract says:\n"
             + "\n".join(found)
-            + f"\nIf that is intended, write it again with {_HOW}."
+            + f"\nIf that is intended, write it again with {UPDATE}=1."
         )
 
 
@@ -166,14 +165,14 @@ def _read(path: Path) -> _Facts:
         kept: Any = read_json(path)
     except FileNotFoundError as error:
         raise UserError(
-            f"{path}: there is no such contract; write it with {_HOW}"
+            f"{path}: there is no such contract; write it with {UPDATE}=1"
         ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError:
         kept = None
     if not _is_contract(kept):
-        raise UserError(f"{path}: is no contract; write it again with {_HOW}")
+        raise UserError(f"{path}: is no contract; write it again with {UPDATE}=1")
     return kept
 
 

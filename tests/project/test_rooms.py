@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6130,
+    "system": 6106,
     "sharding": 1,
     "sharding/settings": 1973,
     "sharding/layout": 2601,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 8361,
     "data": 6875,
     "recipe": 2991,
-    "plan": 10736,
+    "plan": 10737,
     "inference": 2524,
     "training": 6798,
     "the commands": 1374,
