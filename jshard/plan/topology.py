@@ -1,5 +1,6 @@
 """GPUs to compile for, present or not: ``devices("h100:64")``."""
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -69,7 +70,7 @@ def _in_domains(gpu: GPU, number: int, spec: str) -> GPU:
 
 
 def _described(spec: str) -> tuple[GPU, int]:
-    """Returns what a topology is of that JAX serialized on a cluster."""
+    """Returns what a topology is of that JAX serialized, one process per host."""
     there = _read(spec)
     kind, number = there[0].device_kind, len(there)
     known = [gpu for gpu in GPUS.values() if gpu.name == kind]
@@ -78,12 +79,14 @@ def _described(spec: str) -> tuple[GPU, int]:
             f"topology: {spec} is of {kind}, whose figures are unknown: describe the "
             f"cluster by a {SUFFIX} file, which names the GPU that it is most like"
         )
-    host = number // len({device.process_index for device in there})
-    gpu = (
-        known[0]
-        if known[0].host == host
-        else dataclasses.replace(known[0], host=host, domain=max(host, known[0].domain))
-    )
+    processes = collections.Counter(device.process_index for device in there)
+    host, *others = {*processes.values()}
+    if others or (host == 1 < number):
+        raise UserError(
+            f"topology: {spec} is of processes with {sorted({*processes.values()})} "
+            "GPUs, which tells no hosts: serialize it in a job of one process per host"
+        )
+    gpu = known[0].on_hosts(host)
     return _in_domains(gpu, number, spec), number
 
 

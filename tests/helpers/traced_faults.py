@@ -4,9 +4,17 @@
 within a kernel. ``padded`` and ``flag`` make an operation slower in every step, and the
 trace is compared with one without them: a collective has a larger payload, and kernels
 are compiled with a flag of XLA that makes them slower.
+
+    python tests/helpers/traced_faults.py              # how many of 20 are found
+    python tests/helpers/traced_faults.py --steps=20000 --hosts=6  # what reading takes
 """
 
+import argparse
 import functools
+import multiprocessing
+import resource
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +27,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.plan import compare
 from jshard.plan.output import comparison_text
+from jshard.plan.trace.profile_reader import read_profile
 
 STEPS, DEVICES, WIDTH = 5, 2, 192
 STALL = "read the batch"
 PLANNED = 1024  # elements of the collective that may be padded
-FLAGS: dict[str, Any] = {"xla_backend_optimization_level": 0}
+# XLA's own levels and code generator, which conftest.py changes for all tests.
+USUAL: dict[str, Any] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+if jax.__version_info__ < (0, 11):
+    USUAL["xla_cpu_use_fusion_emitters"] = True
+SLOWER = USUAL | {"xla_backend_optimization_level": 0}
 
 
 class Program:
@@ -52,7 +68,7 @@ class Program:
         key = elements, flagged
         if key not in self.compiled:
             lowered = self.step.lower(*self.arguments(elements, [0.0] * DEVICES))
-            options = FLAGS if flagged else None
+            options = SLOWER if flagged else USUAL
             self.compiled[key] = lowered.compile(compiler_options=options)
         return self.compiled[key]
 
@@ -138,3 +154,79 @@ def misses(
         }
         if not named[fault]:
             yield said
+
+
+SIZES = {
+    "device": (0.005, 0.02, 0.05, 0.25, 1.0),
+    "host": (0.005, 0.02, 0.05, 0.25, 1.0),
+    "padded": (1 << 24,),
+    "flag": (1,),
+}
+
+
+def show_found(folder: Path) -> None:
+    """Prints of each fault and size how many of 20 are found."""
+    for fault, sizes in SIZES.items():
+        program = Program(heavy=fault == "flag")
+        for size in sizes:
+            missed = len(list(misses(folder / f"{fault}-{size}", program, fault, size)))
+            print(f"{fault} {size}: {20 - missed} of 20", flush=True)
+
+
+def show_size(folder: Path, steps: int, hosts: int) -> None:
+    """Prints what it takes to read and to compare a trace of so many steps.
+
+    Each host has the file of the first: to trace takes JAX more memory than to read.
+    """
+    # In a process of its own, whose memory does not count.
+    tracing = multiprocessing.get_context("spawn").Process(
+        target=_trace_long, args=(folder, steps)
+    )
+    tracing.start()
+    tracing.join()
+    (file,) = folder.rglob("*.xplane.pb")
+    for host in range(1, hosts):
+        shutil.copy(file, file.with_name(f"host{host}.xplane.pb"))
+    step = Program().compile()
+    size = hosts * file.stat().st_size
+    print(f"{size / 1e6:.0f} MB; before, {_peak()}", flush=True)
+    since = time.process_time()
+    profile = read_profile(folder)
+    print(f"read in {time.process_time() - since:.0f} CPU s; {_peak()}", flush=True)
+    if hosts > 1:  # which the program does not have
+        profile = read_profile(file)
+    since = time.process_time()
+    compare(step, profile)
+    size = file.stat().st_size / 1e6
+    print(
+        f"{size:.0f} MB compared in {time.process_time() - since:.0f} CPU s; {_peak()}"
+    )
+
+
+def _trace_long(folder: Path, steps: int) -> None:
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    program = Program()
+    step, arguments = program.compile(), program.arguments(PLANNED, [0.0] * DEVICES)
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(folder, profiler_options=options):
+        for number in range(steps):
+            with jax.profiler.StepTraceAnnotation("step", step_num=number):
+                jax.block_until_ready(step(*arguments))
+
+
+def _peak() -> str:
+    return f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Traces of two CPU devices.")
+    parser.add_argument("--steps", type=int, help="trace so many, without a fault")
+    parser.add_argument("--hosts", type=int, default=1, help="of as many hosts")
+    given = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    with tempfile.TemporaryDirectory() as temporary:
+        if given.steps:
+            show_size(Path(temporary), given.steps, given.hosts)
+        else:
+            show_found(Path(temporary))

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 
 import jshard
 from decoder import Sizes, loss_fn, make_decoder
-from jshard.plan import GPUS, devices, has_plugin
+from jshard.plan import GPUS, devices, has_plugin, topology
 from jshard.plan.cost.kernel_work import MATRIX
 from jshard.plan.fit.hardware import peak_flops, short_name
 from jshard.plan.planning import Plan
@@ -93,6 +93,35 @@ def test_a_topology_that_jax_wrote_is_the_clusters_own(tmp_path, monkeypatch):
     path.write_bytes(there.serialize())
     assert parse(str(path)) == parse("h100:16")
     assert [x.process_index for x in devices(str(path))] == 8 * [0] + 8 * [1]
+
+
+def fake_topology(
+    monkeypatch, processes: list[int], kind: str = "NVIDIA H100 80GB HBM3"
+):
+    there = [SimpleNamespace(device_kind=kind, process_index=x) for x in processes]
+    monkeypatch.setattr(topology, "_read", lambda path: there)
+    return parse("mine.topology")
+
+
+def test_a_serialized_topology_has_the_hosts_of_its_processes(monkeypatch):
+    gpu, number = fake_topology(monkeypatch, [0, 0, 0, 0, 1, 1, 1, 1])
+    assert (gpu.host, gpu.domain, number) == (4, 4, 8)
+    gpu, _ = fake_topology(monkeypatch, [x // 4 for x in range(72)], "NVIDIA GB200")
+    assert (gpu.host, gpu.domain) == (4, 72)
+    assert fake_topology(monkeypatch, [0])[1] == 1
+
+
+@pytest.mark.parametrize("processes", [[0, 1, 2, 3], [0, 0, 1, 1, 1]], ids=str)
+def test_processes_that_tell_no_hosts_are_refused(monkeypatch, processes):
+    with pytest.raises(jshard.UserError, match="in a job of one process per host"):
+        fake_topology(monkeypatch, processes)
+
+
+def test_a_serialized_topology_of_unknown_gpus_is_refused(monkeypatch):
+    with pytest.raises(
+        jshard.UserError, match=r"is of NVIDIA T4, whose figures are un"
+    ):
+        fake_topology(monkeypatch, [0], "NVIDIA T4")
 
 
 @new

@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 8361,
     "data": 6875,
     "recipe": 2991,
-    "plan": 10737,
+    "plan": 10764,
     "inference": 2524,
     "training": 6798,
     "the commands": 1374,

@@ -45,15 +45,14 @@ def read_cluster(path: Path) -> GPU:
     fields = {_KEYS[key][0]: value for key, value in found.items()}
     if "port" in fields:
         fields["port"] /= _PORT
-    host = fields.get("host", gpu.host)
-    # The NVLink of a rack joins hosts of any size; any other one joins a host's GPUs.
-    fields.setdefault("domain", gpu.domain if gpu.domain > gpu.host else host)
-    if fields["domain"] % host:
+    gpu = gpu.on_hosts(fields.get("host", gpu.host))
+    gpu = dataclasses.replace(gpu, **fields, source=path.name)
+    if gpu.domain % gpu.host:
         raise UserError(
-            f"--topology={path}: gpus_per_domain = {fields['domain']} must be a "
-            f"multiple of the {host} GPUs of a host"
+            f"--topology={path}: gpus_per_domain = {gpu.domain} must be a multiple of "
+            f"the {gpu.host} GPUs of a host"
         )
-    return dataclasses.replace(gpu, **fields, source=path.name)
+    return gpu
 
 
 def _check(path: Path, key: str, value: Any) -> None:

@@ -126,6 +126,14 @@ class GPU:
     constants: Constants = FITTED  # the share of these that programs reach
     source: str = ""  # the user's file that changes figures; no run confirms those
 
+    def on_hosts(self, host: int) -> "GPU":
+        """Returns it with so many in a host.
+
+        The NVLink of a rack joins hosts of any size; any other one joins a host's GPUs.
+        """
+        domain = self.domain if self.domain > self.host else host
+        return dataclasses.replace(self, host=host, domain=domain)
+
     @property
     def usable(self) -> int:
         """Bytes of memory that a program may use."""
@@ -176,8 +184,8 @@ _RACK = {"host": 4, "domain": 72, "bus": 7.0}  # NVL72; NVLink-C2C to the CPU, 4
 # CUDA reports, as users quote it (23.65 and 44.42 GiB). Their links are PCIe 4.0 x16.
 # Network ports: HGX and GB200 have ConnectX-7, B300 and GB300 ConnectX-8, L40S the 200
 # Gb/s a GPU of NVIDIA's reference design 2-8-5-200; 100 Gb/s are a guess for the rest.
-# The H100 of 96 GB and 500 W is that of published runs of torchtitan, with 2.4 TB/s
-# and, by percentages, 95 GiB; it may stay below its peak, and no run confirms it.
+# The H100 of 96 GB and 500 W is that of torchtitan's published runs, with 2.4 TB/s and
+# a lower peak that they do not know; its memory here is 96/80 of the other H100's.
 # XLA has none of rtx5090 and rtx6000ada, either: CUDA's deviceQuery and the memory that
 # PyTorch reports, as users quote them (NVIDIA/nccl#1637, 44.43 GiB with ECC).
 GPUS = {
@@ -194,7 +202,7 @@ GPUS = {
         52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H100"], 450e9,
     ),
     "h100-96": GPU(
-        "NVIDIA H100 96GB HBM2e", (9, 0), 132, 128, 102_005_473_280, 2.4e12,
+        "NVIDIA H100 96GB HBM2e", (9, 0), 132, 128, 101_931_574_886, 2.4e12,
         52_428_800, 1.98, _H100_SHARED, PEAK_FLOPS["H100"], 450e9,
     ),
     "h100-pcie": GPU(

@@ -23,7 +23,7 @@ from jshard.plan.trace.deviations import (
     Expected,
     Measured,
 )
-from jshard.plan.trace.host_work import explain
+from jshard.plan.trace.host_work import explain, host_work
 from jshard.plan.trace.measured import Order, measure, planned
 from jshard.plan.trace.profile_reader import Operation, Profile, read_profile
 from jshard.plan.trace.traced_steps import Place, Ran, Steps, find_steps
@@ -245,10 +245,10 @@ def _explained(
     found: Iterable[Deviation], steps: Steps, profile: Profile
 ) -> tuple[tuple[Deviation, ...], dict[int, str]]:
     """Returns deviations in order of time, and what went on during the late ones."""
-    during, listed = {}, []
+    during, listed, work = {}, [], host_work(profile)
     for number, x in enumerate(sorted(found, key=lambda x: x.at)):
         if x.cause == LATE:
-            idle = explain(x, steps, profile)
+            idle = explain(x, steps, profile, work)
             x, during[number] = x._replace(cause=idle.cause), idle.during
         listed.append(x)
     return tuple(listed), during

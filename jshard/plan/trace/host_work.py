@@ -1,7 +1,8 @@
 """Why a device was idle: what its host, or another program, did meanwhile."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from jshard.plan.trace.deviations import HOST, LATE, Deviation
 from jshard.plan.trace.measured import BEGIN
@@ -18,8 +19,29 @@ class Idle(NamedTuple):
     during: str
 
 
-def explain(x: Deviation, steps: Steps, profile: Profile) -> Idle:
-    """Says why something started late.
+class HostWork(NamedTuple):
+    """What a host did besides making steps, and when, in seconds: arrays for speed."""
+
+    events: list[HostEvent]
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+def host_work(profile: Profile) -> dict[int, HostWork]:
+    """Returns what each host did, by its number."""
+    found = {}
+    for host, events in profile.host.items():
+        events = [event for event in events if event.name != _STEP]
+        starts = np.array([event.start for event in events])
+        ends = np.array([event.end for event in events])
+        found[host] = HostWork(events, starts, ends)
+    return found
+
+
+def explain(
+    x: Deviation, steps: Steps, profile: Profile, work: dict[int, HostWork]
+) -> Idle:
+    """Says why something started late; ``work`` is what ``host_work`` returns.
 
     The host is the cause if it dispatched the step in the second half of the idle time
     or later; in a step, where the profile names no runs (GPUs), if something on it
@@ -30,30 +52,25 @@ def explain(x: Deviation, steps: Steps, profile: Profile) -> Idle:
         if _overlap(other.start, other.end, begin, end) > (end - begin) / 2:
             return Idle(LATE, f"{name} ran there")
     host = profile.host_of.get(x.device, 0)
-    events = profile.host.get(host, [])
+    done = work.get(host, HostWork([], np.zeros(0), np.zeros(0)))
     dispatched = steps.dispatched[x.step].get(host)
     if x.place == BEGIN and dispatched is not None:
         if dispatched - begin < (end - begin) / 2:
             return Idle(LATE, "its host had started the step in time")
-        found = _innermost(events, begin, min(dispatched, end))
+        found = _innermost(done, begin, min(dispatched, end))
         return Idle(HOST, f"its host was {_in(found)}")
     on_gpu = all(op.run is None for op in steps.ran[x.step][x.device].values())
-    found = _innermost(events, begin, end) if on_gpu or x.place == BEGIN else None
+    found = _innermost(done, begin, end) if on_gpu or x.place == BEGIN else None
     if found is not None:
         return Idle(HOST, f"its host was {_in(found)}")
     return Idle(LATE, "nothing in the trace ran instead")
 
 
-def _innermost(
-    events: Sequence[HostEvent], begin: float, end: float
-) -> HostEvent | None:
+def _innermost(work: HostWork, begin: float, end: float) -> HostEvent | None:
     """Returns the shortest event that covers half of a time."""
-    covering = (
-        event
-        for event in events
-        if event.name != _STEP
-        and _overlap(event.start, event.end, begin, end) >= (end - begin) / 2
-    )
+    covered = np.minimum(work.ends, end) - np.maximum(work.starts, begin)
+    (found,) = np.nonzero(covered >= (end - begin) / 2)
+    covering = (work.events[i] for i in found)
     return min(covering, key=lambda event: event.end - event.start, default=None)
 
 

@@ -18,7 +18,12 @@ from filled import filled
 from flipped import Flip, Flipping, Model, loss_fn, rows
 from jshard.sharding.step.replay.bits import hash_bits
 from jshard.sharding.step.replay.replayed import Difference, Replay
-from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh, send
+from jshard.sharding.step.replay.rolled import (
+    distances,
+    move,
+    move_and_free,
+    rolled_mesh,
+)
 from jshard.sharding.step.replay.sent import Event, Loop
 from jshard.sharding.step.replay.verdict import Computation, differs, judge
 
@@ -225,7 +230,7 @@ def test_a_state_in_host_memory_is_on_the_devices_once_and_stays_the_same():
     again = source.state()
     chex.assert_trees_all_equal(again, before)
     # What moves is freed where it was, and the step there takes its memory.
-    moved = send(again, mesh, 1)
+    moved = move_and_free(again, mesh, 1)
     assert all(x.is_deleted() for x in jax.tree.leaves(again))
     replay.program(1)(moved, move([batch, jnp.int32(0)], mesh, 1)[0])
     assert all(x.is_deleted() for x in jax.tree.leaves(moved))

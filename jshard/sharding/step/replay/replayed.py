@@ -18,7 +18,12 @@ from jshard.sharding.settings.state import TrainState
 from jshard.sharding.step.fsdp import FSDP
 from jshard.sharding.step.program.together import Together
 from jshard.sharding.step.replay.bits import hash_shards, on_host, spec_of
-from jshard.sharding.step.replay.rolled import distances, move, rolled_mesh, send
+from jshard.sharding.step.replay.rolled import (
+    distances,
+    move,
+    move_and_free,
+    rolled_mesh,
+)
 from jshard.sharding.step.replay.sent import Event, Result, recorded
 from jshard.sharding.step.replay.state_source import Source
 from jshard.sharding.step.replay.verdict import Computation, Verdict, differs, judge
@@ -95,7 +100,7 @@ class Replay:
 
     def elsewhere(self, source: Source, batch: Any, distance: int) -> Computation:
         """Computes the step on the mesh, rolled; keeps nothing but hashes."""
-        moves = send if self._on_host else move
+        moves = move_and_free if self._on_host else move
         state = moves(source.state(), self.mesh, distance)
         # An integer goes along, by which CPUs order what is sent.
         batch, _ = move((batch, jnp.int32(0)), self.mesh, distance)

@@ -60,7 +60,7 @@ def move(tree: Any, mesh: Mesh, distance: int) -> Any:
     return jax.tree.unflatten(structure, [_like(x, leaf) for x, leaf in pairs])
 
 
-def send(tree: Any, mesh: Mesh, distance: int) -> Any:
+def move_and_free(tree: Any, mesh: Mesh, distance: int) -> Any:
     """Moves a tree as ``move`` does, array by array, each freed where it was.
 
     So it takes the memory of the largest array beside the tree's.

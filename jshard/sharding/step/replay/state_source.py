@@ -20,20 +20,15 @@ class Source:
     """
 
     def __init__(self, state: TrainState, *, on_host: bool):
-        self.on_host = on_host
-        self._places = jax.tree.map(lambda x: x.sharding, state)
-        self._state = self._moved_to_host(state) if on_host else state
+        self.on_host, self._state = on_host, state
+        if on_host:
+            self._places: Any = jax.tree.map(lambda x: x.sharding, state)
+            there = jax.tree.map(lambda x: x.with_memory_kind(HOST), self._places)
+            self._state = jax.block_until_ready(jax.device_put(state, there))
+            jax.tree.map(lambda x: x.delete(), state)
 
     def state(self) -> TrainState:
         """Returns the state on the devices; from host memory it is another copy."""
-        return (
-            jax.device_put(self._state, self._places) if self.on_host else self._state
-        )
-
-    def _moved_to_host(self, state: TrainState) -> TrainState:
-        places: Any = jax.tree.map(
-            lambda place: place.with_memory_kind(HOST), self._places
-        )
-        moved = jax.block_until_ready(jax.device_put(state, places))
-        jax.tree.map(lambda x: x.delete(), state)
-        return moved
+        if not self.on_host:
+            return self._state
+        return jax.device_put(self._state, self._places)
