@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,8 +18,10 @@ from jshard.plan.search.answers import (
     topologies,
     worth_compiling,
 )
+from jshard.plan.search.candidates import Candidate
 from jshard.plan.search.outcomes import Search
 from jshard.plan.search.pareto_search import (
+    Asked,
     Estimated,
     compiled,
     estimated,
@@ -35,7 +37,8 @@ from jshard.system.cli.terminal import show
 from jshard.system.errors import UserError
 
 DOES_NOT_FIT = 3
-_LIMIT, _EACH = 50, 2  # candidates that are compiled: of one topology, of each of many
+_LIMIT = 50  # candidates that are compiled of one topology
+_FIRST, _THEN = 2, 1  # of each of many: of one of a kind, of the others
 _SMALLER = 0.8  # of the memory of what did not fit, as estimated, to try next
 # Where a search begins with what a recipe leaves to the memory.
 _OPEN = {"policy.remat": "full", "policy.accumulate": 1}
@@ -142,42 +145,46 @@ def _answers(
             best.get(x) or question.estimate(estimates[x], ratios[x]) for x in specs
         ]
 
-    def search_of(spec: str) -> Search:
-        found = estimates[spec]
-        order, limit = found.fastest(), arguments.limit or _EACH
-        while True:
-            searched = compiled(
-                configured.recipe.path,
-                overrides,
-                found,
-                order,
-                limit,
-                constants,
-                search_text.report,
-            )
-            # Where estimates of memory were too low, what is estimated smaller.
-            least = min(found.estimates[x].memory for x in order[:limit])
-            order = [
-                x for x in order[limit:] if found.estimates[x].memory < _SMALLER * least
-            ]
-            if searched.best or not order:
-                return searched
+    def compile_those(chosen: list[str], each: int) -> None:
+        orders = {spec: estimates[spec].fastest() for spec in chosen}
 
-    def compile_those(chosen: list[str]) -> None:
-        for spec in chosen:
-            searched = search_of(spec)
-            for warning in searched.warnings:
-                show(f"jshard: warning: {warning}", error=True)
-            best[spec] = answer = question.answer(searched)
-            days = f"{answer.days[0]:,.1f} days" if answer.best else answer.why
-            show(f"{spec}: {days}", error=True)
+        def limit(order: Sequence[Candidate]) -> int:
+            # What further axes exchange is estimated worst.
+            return arguments.limit or (each if order[0].is_plain else _FIRST)
+
+        while orders:
+            asked = [Asked(estimates[x], y, limit(y)) for x, y in orders.items()]
+            found = compiled(
+                configured.recipe.path, overrides, asked, constants, search_text.report
+            )
+            for searched in found:
+                spec = searched.topology
+                order = orders.pop(spec)
+                order = _smaller(estimates[spec], order, limit(order))
+                if order and not searched.best:
+                    orders[spec] = order
+                    continue
+                for warning in searched.warnings:
+                    show(f"jshard: warning: {warning}", error=True)
+                best[spec] = answer = question.answer(searched)
+                days = f"{answer.days[0]:,.1f} days" if answer.best else answer.why
+                show(f"{spec}: {days}", error=True)
 
     # What kinds of GPUs make of their estimates differs; then those that may be best.
-    compile_those(middle_of_each_kind(guesses.values()))
+    compile_those(middle_of_each_kind(guesses.values()), _FIRST)
     while left := [x for x in worth_compiling(question, expected()) if x not in best]:
-        compile_those(left)
+        compile_those(left, _THEN)
     unit = next(iter(estimates.values())).unit
     return _Found(expected(), unit)
+
+
+def _smaller(found: Estimated, order: list[Candidate], limit: int) -> list[Candidate]:
+    """Returns what is left of an order if all that was compiled of it does not fit.
+
+    Estimates of memory were too low, so these are estimated smaller.
+    """
+    least = min(found.estimates[x].memory for x in order[:limit])
+    return [x for x in order[limit:] if found.estimates[x].memory < _SMALLER * least]
 
 
 def _refuse(arguments: SimpleNamespace, more: tuple[str, ...], why: str) -> None:

@@ -27,9 +27,10 @@ def without_compiling(monkeypatch):
     """Answers that no compiler is asked for; returns what was compiled, with what."""
     asked = {}
 
-    def compiled(path, overrides, found, order, limit, constants, report):
-        asked[found.topology] = overrides, order, limit
-        return searched(found.topology)
+    def compiled(path, overrides, jobs, constants, report):
+        for found, order, limit in jobs:
+            asked[found.topology] = overrides, order, limit
+        return [searched(found.topology) for found, *_ in jobs]
 
     def estimated(traces, spec, allowed, constants):
         assert {"policy.remat", "mesh", "policy.accumulate"} <= {*allowed}
@@ -83,10 +84,11 @@ def test_if_what_was_compiled_does_not_fit_something_smaller_is(
 ):
     orders = []
 
-    def compiled(path, overrides, found, order, limit, constants, report):
+    def compiled(path, overrides, jobs, constants, report):
+        ((found, order, _),) = jobs
         orders.append([x.settings["policy.remat"] for x in order])
         large = {"outcomes": [], "too_large": [(order[0], 90 * 2**30)]}
-        return searched(found.topology, **(large if len(orders) == 1 else {}))
+        return [searched(found.topology, **(large if len(orders) == 1 else {}))]
 
     monkeypatch.setattr(search_command, "compiled", compiled)
     words = ["--config=llama.py:3-8b", "--topologies=h100:8", "--tokens=1e9"]

@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6106,
+    "system": 6114,
     "sharding": 1,
     "sharding/settings": 1973,
     "sharding/layout": 2601,
@@ -22,7 +22,7 @@ MOST_LINES = {
     "sharding/cpu": 476,
     "sharding/collectives": 908,
     "sharding/float8": 888,
-    "sharding/update": 2432,
+    "sharding/update": 2452,
     "sharding/units": 2076,
     "sharding/pipeline": 1029,
     "sharding/step": 3483,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 8361,
     "data": 6875,
     "recipe": 2991,
-    "plan": 10764,
+    "plan": 10798,
     "inference": 2524,
     "training": 6798,
     "the commands": 1374,

@@ -10,14 +10,14 @@ from jshard.system.formatting import format_bytes, one_line
 _CHANGING = (*CHANGING_KNOBS, "policy.precision.sum")
 
 
-def report(done: int, total: int, outcome: Outcome) -> None:
+def report(done: int, total: int, topology: str, outcome: Outcome) -> None:
     """Prints a line about a candidate to standard error."""
     line = f"failed: {outcome.candidate}: {outcome.error}"
     if not outcome.error:
         figures = f"{outcome.rate:,.0f}/s in {format_bytes(outcome.memory)}"
         notes = " (cached)" * outcome.cached + " (does not fit)" * (not outcome.fits)
         line = f"{figures}: {outcome.candidate}{notes}"
-    show(one_line(f"[{done}/{total}] {line}"), error=True)
+    show(one_line(f"[{done}/{total}] {topology}: {line}"), error=True)
 
 
 def lines(

@@ -39,6 +39,17 @@ _KEYS = {
     PIPE: (PIPE, PER_DEVICE),
     "policy.precision.reduce": ("policy.precision.reduce", "policy.precision.sum"),
 }
+# What is asked of every combination, beside the keys that vary.
+_READ = (
+    *_AXES,
+    "mesh.replica",
+    "mesh.fsdp",
+    PER_DEVICE,
+    RESHARD,
+    "policy.accumulate",
+    "policy.defer_scatter",
+    "batch_size",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,6 +173,7 @@ def candidates(
     ]
     found: dict[tuple, Candidate] = {}
     varied = {key for parts in choices for part in parts for key in part}
+    given = {key: given[key] for key in varied.union(_READ)}
     for parts in [(), *itertools.product(*choices)]:
         settings = {key: value for part in parts for key, value in part.items()}
         everything = given | settings

@@ -5,6 +5,7 @@ memory cannot fit are ruled out by arithmetic (``plan.search.estimates``). Those
 the best estimates are compiled, each in a process, and their schedules replayed.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -14,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jshard.plan.fit.hardware import GPU, find_constants
 from jshard.plan.search.candidates import AXES, PIPE, REMAT, Candidate, candidates
@@ -33,6 +34,8 @@ from jshard.recipe.load import open_recipe
 from jshard.sharding.settings import mesh as meshes
 from jshard.system.cli.paths import cache_folder
 from jshard.system.errors import UserError
+
+Report = Callable[[int, int, str, Outcome], None]
 
 _ALIKE = 0.02  # a part of a step's time that an estimate cannot tell
 
@@ -79,6 +82,14 @@ class Estimated:
         return sorted(found, key=lambda candidate: candidate is not plain)
 
 
+class Asked(NamedTuple):
+    """What to compile on a topology: the first of an order of its candidates."""
+
+    found: Estimated
+    order: Sequence[Candidate]
+    limit: int
+
+
 def search(
     path: str | Path,
     overrides: Mapping[str, Any],
@@ -87,7 +98,7 @@ def search(
     *,
     limit: int = 50,
     constants: str = "fitted",
-    report: Callable[[int, int, Outcome], None] = lambda *_: None,
+    report: Report = lambda *_: None,
 ) -> Search:
     """Compiles the promising ways to run a recipe's job on a topology.
 
@@ -98,7 +109,7 @@ def search(
       allowed: what varies (``jshard.plan.search.candidates.parse_search``).
       limit: the most candidates to compile.
       constants: of the cost model, by name or a file (``find_constants``).
-      report: called with (how many are done, of how many, the outcome).
+      report: called with (how many are done, of how many, the topology, the outcome).
 
     Raises:
       UserError: the topology, a key or a value is invalid.
@@ -107,7 +118,8 @@ def search(
         traces = Traces(recipe, overrides)
         found = estimated(traces, topology, allowed, constants)
     order = ranked(found.estimates, found.gpu.usable)
-    return compiled(path, overrides, found, order, limit, constants, report)
+    asked = [Asked(found, order, limit)]
+    return compiled(path, overrides, asked, constants, report)[0]
 
 
 def estimated(
@@ -128,28 +140,27 @@ def estimated(
     found: dict[Candidate, Estimate] = {}
     examples: dict[Candidate, int] = {}
     refused, too_large = [], []
-    for candidate in everything:
-        try:
-            # Those of what is compiled are told.
-            with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):  # what is compiled tells them
+        for candidate in everything:
+            try:
                 sized = traces.sized(candidate, topology, mesh_devices)
-        except UserError as error:
-            refused.append((candidate, str(error)))
-            continue
-        policy, mesh = sized.policy, sized.mesh
-        size = of_stage(sized.size, meshes.stages_of(mesh))
-        bound = memory_bound(size, policy)
-        if bound > gpu.usable:
-            too_large.append((candidate, bound))
-            continue
-        remat = candidate.settings.get(REMAT, configured.settings.policy.remat)
-        active = traces.step(topology, gpu, remat).activity
-        inputs = 0.0
-        if {meshes.TENSOR, meshes.CONTEXT} & {*mesh.shape}:
-            inputs = traces.step(topology, gpu, "full").activity.saved
-        each = sized.batch_size / mesh.size
-        found[candidate] = estimate(size, policy, mesh, gpu, active, each, inputs)
-        examples[candidate] = sized.batch_size
+            except UserError as error:
+                refused.append((candidate, str(error)))
+                continue
+            policy, mesh = sized.policy, sized.mesh
+            size = of_stage(sized.size, meshes.stages_of(mesh))
+            bound = memory_bound(size, policy)
+            if bound > gpu.usable:
+                too_large.append((candidate, bound))
+                continue
+            remat = candidate.settings.get(REMAT, configured.settings.policy.remat)
+            active = traces.step(topology, gpu, remat).activity
+            inputs = 0.0
+            if {meshes.TENSOR, meshes.CONTEXT} & {*mesh.shape}:
+                inputs = traces.step(topology, gpu, "full").activity.saved
+            each = sized.batch_size / mesh.size
+            found[candidate] = estimate(size, policy, mesh, gpu, active, each, inputs)
+            examples[candidate] = sized.batch_size
     return Estimated(
         topology,
         gpu,
@@ -167,46 +178,50 @@ def estimated(
 def compiled(
     path: str | Path,
     overrides: Mapping[str, Any],
-    found: Estimated,
-    order: Sequence[Candidate],
-    limit: int,
+    asked: Sequence[Asked],
     constants: str = "fitted",
-    report: Callable[[int, int, Outcome], None] = lambda *_: None,
-) -> Search:
-    """Compiles the first candidates of an order, each in a process."""
-    chosen, untried = order[:limit], order[limit:]
-    usable, topology = found.gpu.usable, found.topology
-    worker = [sys.executable, "-m", "jshard.plan.search.worker"]
-    worker += [str(path), topology, constants, str(cache_folder("plan"))]
-    commands = [
-        [*worker, json.dumps({**overrides, **candidate.settings})]
-        for candidate in chosen
-    ]
+    report: Report = lambda *_: None,
+) -> list[Search]:
+    """Compiles what is asked for, each candidate in a process, on every core."""
+    worker = [sys.executable, "-m", "jshard.plan.search.worker", str(path)]
+    chosen = [(x.found, candidate) for x in asked for candidate in x.order[: x.limit]]
+    commands = []
+    for found, candidate in chosen:
+        settings = json.dumps({**overrides, **candidate.settings})
+        cache = str(cache_folder("plan"))
+        commands.append([*worker, found.topology, constants, cache, settings])
     # What this process imports; and compiling for absent GPUs runs on the CPU.
     imports = os.pathsep.join(filter(None, sys.path))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": imports}
-    outcomes, unit, told = [], found.unit, dict[str, None]()
-    refused = list(found.refused)
+    done: dict[str, list[tuple[Outcome, dict[str, Any]]]] = collections.defaultdict(
+        list
+    )
     replies = run_each(commands, environment, at_a_time=os.cpu_count() or 1)
     with contextlib.closing(replies):
-        for done, (index, reply) in enumerate(replies, start=1):
+        for number, (index, reply) in enumerate(replies, start=1):
+            found, candidate = chosen[index]
             error, figures = reply.get("error", ""), reply.get("figures", {})
-            outcome = Outcome(chosen[index], **figures, usable=usable, error=error)
-            unit = reply.get("unit", unit)
-            told |= dict.fromkeys(reply.get("warnings", ()))
-            if reply.get("refused"):
-                refused.append((outcome.candidate, outcome.error))
-            else:
-                outcomes.append(outcome)
-            report(done, len(chosen), outcome)
+            usable = found.gpu.usable
+            outcome = Outcome(candidate, **figures, usable=usable, error=error)
+            done[found.topology].append((outcome, reply))
+            report(number, len(chosen), found.topology, outcome)
+    return [_searched(x, done[x.found.topology]) for x in asked]
+
+
+def _searched(asked: Asked, done: list[tuple[Outcome, dict[str, Any]]]) -> Search:
+    """Returns the search of what was compiled, of which some may have been refused."""
+    found = asked.found
+    refused = [(x.candidate, x.error) for x, reply in done if reply.get("refused")]
+    units = [reply["unit"] for _, reply in done if "unit" in reply]
+    told = [text for _, reply in done for text in reply.get("warnings", ())]
     return Search(
-        topology,
-        unit,
-        usable,
-        outcomes,
+        found.topology,
+        units[-1] if units else found.unit,
+        found.gpu.usable,
+        [outcome for outcome, reply in done if not reply.get("refused")],
         found.considered,
-        refused,
+        [*found.refused, *refused],
         found.too_large,
-        list(untried),
-        list(told),
+        list(asked.order[asked.limit :]),
+        [*dict.fromkeys(told)],
     )

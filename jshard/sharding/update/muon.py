@@ -4,6 +4,8 @@ The momentum is elementwise and stays on shards; what is orthogonalized, and the
 are all that moves.
 """
 
+import collections
+import functools
 import math
 from typing import Any, Literal
 
@@ -39,11 +41,11 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns ``optax.contrib.muon`` in ``per_layer``, its products on whole layers.
 
-    In a Stack an all-to-all gives each device one of every n matrices that are
-    orthogonalized, and another returns the shards; XLA would gather all layers at once.
+    Of all matrices of one shape, in the layers of a Stack or outside Stacks, an
+    all-to-all gives each device one of every n, and another returns the shards; XLA
+    would gather all at once.
     Arguments, updates and state are those of ``per_layer(optax.contrib.muon(...))``;
-    ``mu_dtype`` and what follows it are given by name. Matrices outside Stacks are left
-    to XLA's partitioner.
+    ``mu_dtype`` and what follows it are given by name.
     """
     theirs = optax.contrib.muon(
         learning_rate,
@@ -123,22 +125,40 @@ def _scale_by_muon(
         else:
             momentum = debiased(mu, beta, count)
 
-        def orthogonal(x: jax.Array, dims: Any) -> jax.Array:
-            def of_one_layer(x: jax.Array, coefficients: jax.Array) -> jax.Array:
-                # Without momentum optax's transformation is what it does to matrices.
-                tx = optax.contrib.scale_by_muon(
-                    beta=0.0, nesterov=False, weight_dimension_numbers=dims, **options
-                )
-                start = MuonState(jnp.int32(0), jnp.zeros_like(x), coefficients)
-                return tx.update(x, start)[0]
+        def of_one_layer(
+            x: jax.Array, coefficients: jax.Array, dims: MuonDimensionNumbers
+        ) -> jax.Array:
+            # Without momentum optax's transformation is what it does to matrices.
+            tx = optax.contrib.scale_by_muon(
+                beta=0.0, nesterov=False, weight_dimension_numbers=dims, **options
+            )
+            start = MuonState(jnp.int32(0), jnp.zeros_like(x), coefficients)
+            return tx.update(x, start)[0]
 
-            return whole_layers(of_one_layer)(x, state.ns_coeffs)
-
-        updates = jax.tree.map(orthogonal, momentum, dims_of(updates))
+        updates = _map_alike(of_one_layer, momentum, state.ns_coeffs, dims_of(updates))
         mu = optax.tree.cast(mu, mu_dtype)
         return updates, MuonState(count, mu, state.ns_coeffs)
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _map_alike(fn: Any, tree: Any, coefficients: jax.Array, dims: Any) -> Any:
+    """Maps ``fn`` over whole matrices, those of one shape together.
+
+    As many devices compute at a time as there are such matrices, of all layers.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    dims_of_each = structure.flatten_up_to(dims)
+    groups: dict[Any, list[int]] = collections.defaultdict(list)
+    for i, (x, of_x) in enumerate(zip(leaves, dims_of_each, strict=True)):
+        groups[x.shape, x.dtype, repr(of_x)].append(i)
+    for group in groups.values():
+        whole = whole_layers(functools.partial(fn, dims=dims_of_each[group[0]]))
+        alike = jnp.stack([leaves[i] for i in group])
+        results = jax.vmap(whole, in_axes=(0, None))(alike, coefficients)
+        for i, result in zip(group, results, strict=True):
+            leaves[i] = result
+    return structure.unflatten(leaves)
 
 
 def _scale_by_shape(dims_of: Any, rms: Any) -> optax.GradientTransformation:

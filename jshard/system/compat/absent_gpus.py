@@ -70,6 +70,13 @@ def cudnn_version() -> tuple[int, int]:
     return number // 10000, number // 100 % 100
 
 
+# The machine code never runs, and nothing before it depends on these.
+_NO_CODE = {
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_backend_optimization_level": 0,
+}
+
+
 def lower(traced: jax.stages.Traced) -> jax.stages.Lowered:
     """Lowers for GPUs a step traced on an abstract mesh, cuDNN's attention included.
 
@@ -94,6 +101,7 @@ def compile_lowered(
     """
     devices = tuple(mesh.devices.flat)
     lowered._lowering.compile_args["backend"] = devices[0].client
+    options = _NO_CODE | (options or {})
     return lowered.compile(options, device_assignment=devices)
 
 

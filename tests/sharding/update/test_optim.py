@@ -195,6 +195,29 @@ def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     assert sum(c.times for c in matrices) <= 5 * rounds
 
 
+def test_matrices_of_one_shape_outside_stacks_are_exchanged_in_common():
+    class Listed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            linear = lambda n: nnx.Linear(WIDTH, n, param_dtype=jnp.float64, rngs=rngs)
+            of = lambda n: jshard.Unit(linear(n))
+            self.squares = nnx.List([of(WIDTH) for _ in range(5)])
+            self.wide = of(2 * WIDTH)
+
+    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
+    tx = jshard.optim.muon(1e-2)
+    state = fsdp.from_model(filled(lambda: Listed(nnx.Rngs(0))), tx)
+    args = (state.params, state.opt_state, state.params)
+    update = update_on(fsdp, tx).lower(*args).compile()
+    check_close(unstacked(update(*args)[0]), muon_updates(state.params))
+
+    moved = hlo.collectives(update.as_text())
+    matrices = [c for c in moved if sum(a.size for a in c.results) >= WIDTH * WIDTH]
+    assert {(c.kind, c.group) for c in matrices} == {("all-to-all", 4)}
+    # There and back: two rounds of the five squares on four devices, and the other one.
+    elements = sum(sum(a.size for a in c.results) * c.times for c in matrices)
+    assert elements <= 2 * (2 + 2) * WIDTH * WIDTH
+
+
 @pytest.mark.slow  # by default test_whole_layers.py has replicated layers
 def test_whole_matrix_optimizers_update_replicated_stacks_too():
     fsdp = jshard.FSDP(jshard.make_mesh(), jshard.Policy(min_shard_elements=36))
