@@ -192,15 +192,30 @@ def _round(
         E * size + jnp.arange(M),
     )
 
-    x_ECD = _rows(jnp.repeat(inputs.x_ND, K, axis=0), choice_EC)
-    weight_EC = _rows(inputs.weight_NK.reshape(-1), choice_EC)
+    x_ECD = _rows(jnp.repeat(inputs.x_ND, K, axis=0), choice_EC, slot_M)
+    weight_EC = _rows(inputs.weight_NK.reshape(-1), choice_EC, slot_M)
     y_ECD = compute(inputs.state, x_ECD, weight_EC)
-    return _rows(y_ECD.reshape(E * size, -1), slot_M)
+    return _rows(y_ECD.reshape(E * size, -1), slot_M, choice_EC)
 
 
-def _rows(x_MD: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns rows of ``x_MD`` by unique indices, zeros for those out of bounds."""
-    return x_MD.at[index].get(unique_indices=True, mode="fill", fill_value=0)
+@jax.custom_vjp
+def _rows(x: jax.Array, index: jax.Array, back: jax.Array) -> jax.Array:
+    """Returns rows of ``x`` by unique indices, zeros for those out of bounds.
+
+    ``back`` is where each row of ``x`` went, by which the gradient is rows, too. JAX's
+    own would be scattered into zeros, and XLA would make those of all layers at once.
+    """
+    del back
+    return x.at[index].get(unique_indices=True, mode="fill", fill_value=0)
+
+
+def _rows_backward(indices: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple:
+    index, back = indices
+    dy = dy.reshape(index.size, *dy.shape[index.ndim :])
+    return _rows(dy, back.reshape(-1), index), None, None
+
+
+_rows.defvjp(lambda x, *indices: (_rows(x, *indices), indices), _rows_backward)
 
 
 def _further_rounds(
@@ -236,8 +251,12 @@ def _further_rounds(
             _, pullback = jax.vjp(results, inputs)
             return jax.tree.map(jnp.add, sums, *pullback(dy_MD))
 
-        # In bfloat16 a sum stops to grow after 256 equal rounds.
-        zeros = jax.tree.map(lambda x: at_least_float32(jnp.zeros_like(x)), inputs)
+        # In bfloat16 a sum stops to grow after 256 equal rounds. These zeros are this
+        # layer's own: XLA would make those of all layers at once.
+        zero = (route.most < 0).astype(jnp.float32)
+        zeros = jax.tree.map(
+            lambda x: jnp.full(x.shape, zero, at_least_float32(x).dtype), inputs
+        )
         sums = loop(one, zeros, route.most)
         sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, inputs)
         return dy_MD, sums, None

@@ -239,6 +239,15 @@ class Policy(UnitPolicy):
         "update, and parameters to the device, one layer at a time.",
     )
 
+    offload_layers: int = knob(
+        1,
+        "layers of a Stack whose offloaded state is on the device at a time",
+        at_least=1,
+        noun="a number of layers",
+        more="With Muon as many devices compute as there are matrices of a shape in "
+        "them; otherwise more layers gain nothing.",
+    )
+
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(
         default_factory=dict,
         metadata={

@@ -199,6 +199,7 @@ def update(
         (grads, loss, count, takes),
         params,
         separate=separate,
+        at_a_time=policy.offload_layers,
     )
     states = (*first, *last)[1:-1]
     return params, states[0] if parts is None else states, averages

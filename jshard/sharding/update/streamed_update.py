@@ -29,6 +29,7 @@ from jshard.sharding.layout.memory_kinds import on_device, on_host
 from jshard.sharding.layout.variables import is_variable
 from jshard.sharding.settings.scopes import within
 from jshard.sharding.update.per_layer import PerLayerState, first_layer, stack_name
+from jshard.system.errors import UserError
 
 Arrays = list[jax.Array]
 Some = dict[int, jax.Array]  # arrays by their position in (state, given)
@@ -41,6 +42,7 @@ def streamed_update(
     params: Any,
     *,
     separate: bool,
+    at_a_time: int = 1,
 ) -> Any:
     """Computes ``update(state, given)``, streaming the state's host arrays through it.
 
@@ -50,7 +52,11 @@ def streamed_update(
     ``given`` are on the device.
 
     Parameters outside Stacks are updated one by one if they are ``separate``; otherwise
-    all of their state is on the device at once.
+    all of their state is on the device at once. Of a Stack so many layers ``at_a_time``
+    are.
+
+    Raises:
+      UserError: that number does not divide the layers of a Stack.
     """
     leaves, tree = jax.tree.flatten((state, given))
     of_state = jax.tree.structure(state)
@@ -78,7 +84,13 @@ def streamed_update(
         if home in hosted:
             group, _ = lax.optimization_barrier((group, sent[-2]))
         if home in stacks:
-            made = _update_stack(run, group, of_state.num_leaves)
+            layers = next(iter(group.values())).shape[0]
+            if layers % at_a_time:
+                raise UserError(
+                    f"policy.offload_layers={at_a_time}: the Stack {home!r} has "
+                    f"{layers} layers, which it must divide"
+                )
+            made = _update_stack(run, group, of_state.num_leaves, at_a_time)
         else:
             made = run({i: on_device(x) for i, x in group.items()})
             made = {i: _to_host(x) if on_host(group[i]) else x for i, x in made.items()}
@@ -116,24 +128,34 @@ def homes_of(params: Any, arrays: Any) -> tuple[set[str], list[str | None]]:
     return stacks, list(homes(arrays))
 
 
-def _update_stack(run: Callable[[Some], Some], group: Some, number: int) -> Some:
-    """Updates a Stack layer by layer, and of it the arrays before ``number``."""
+def _update_stack(
+    run: Callable[[Some], Some], group: Some, number: int, at_a_time: int
+) -> Some:
+    """Updates some layers of a Stack at a time; of it the arrays before ``number``."""
     hosts = {i: x for i, x in group.items() if on_host(x)}
     stacks = {i: x for i, x in group.items() if i < number and i not in hosts}
     read = {i: x for i, x in group.items() if i >= number}
 
     def one_layer(index: Any, fetched: list, written: list) -> tuple[list, list]:
         now = dict(zip(stacks, written, strict=True))
-        layer = {i: lax.dynamic_index_in_dim(x, index) for i, x in (now | read).items()}
-        with within(first_layer, index):
-            made = run(layer | dict(zip(hosts, fetched, strict=True)))
-        written = [
-            lax.dynamic_update_index_in_dim(now[i], made[i], index, 0) for i in stacks
-        ]
+        layers = {i: _part(x, index, at_a_time) for i, x in (now | read).items()}
+        with within(first_layer, index * at_a_time):
+            made = run(layers | dict(zip(hosts, fetched, strict=True)))
+        written = [_with_part(now[i], made[i], index) for i in stacks]
         return [made[i] for i in hosts], written
 
-    arrays = _stream_layers(one_layer, list(hosts.values()), list(stacks.values()))
+    of_hosts, of_device = list(hosts.values()), list(stacks.values())
+    arrays = _stream_layers(one_layer, of_hosts, of_device, at_a_time)
     return dict(zip([*hosts, *stacks], [*arrays[0], *arrays[1]], strict=True))
+
+
+def _part(x: jax.Array, index: Any, size: int) -> jax.Array:
+    """Returns so many layers, of all parts of that size."""
+    return lax.dynamic_slice_in_dim(x, index * size, size)
+
+
+def _with_part(x: jax.Array, part: jax.Array, index: Any) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(x, part, index * len(part), 0)
 
 
 def _to_host(x: jax.Array) -> jax.Array:
@@ -145,23 +167,24 @@ def _stream_layers(
     fn: Callable[[Any, Arrays, Arrays], tuple[Arrays, Arrays]],
     hosts: Sequence[jax.Array],
     stacks: Arrays,
+    at_a_time: int,
 ) -> tuple[Arrays, Arrays]:
-    """Applies ``fn`` to one layer after another of arrays in host memory, (L, ...).
+    """Applies ``fn`` to one part after another of arrays in host memory, (L, ...).
 
     ``fn(index, fetched, stacks)`` returns results and stacks. ``fetched`` and results
-    hold layer ``index`` of each host array, (1, ...); ``stacks`` are arrays on the
-    device that are passed from layer to layer. Returns ``hosts`` and ``stacks`` after
-    the last layer.
+    hold part ``index`` of each host array, so many layers; ``stacks`` are arrays on the
+    device that are passed from part to part. Returns ``hosts`` and ``stacks`` after
+    the last part.
     """
-    length = hosts[0].shape[0]
+    length = hosts[0].shape[0] // at_a_time
     order = sorted(range(len(hosts)), key=lambda i: -hosts[i].nbytes)
     pairs = [order[i : i + 2] for i in range(0, len(order), 2)]
 
     def fetch(x: jax.Array, index: Any) -> jax.Array:
-        return on_device(lax.dynamic_index_in_dim(x, index))
+        return on_device(_part(x, index, at_a_time))
 
-    def store(x: jax.Array, layer: jax.Array, index: Any) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(x, _to_host(layer), index, 0)
+    def store(x: jax.Array, part: jax.Array, index: Any) -> jax.Array:
+        return _with_part(x, _to_host(part), index)
 
     def exchange(index: Any, hosts: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         """Fetches layer ``index`` and stores the results of the one before."""

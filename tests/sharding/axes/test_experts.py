@@ -227,6 +227,33 @@ def test_rounds_with_whole_experts_are_grouped_products(skew, remat, monkeypatch
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+def test_the_gradient_of_rows_is_rows_by_the_inverse_indices():
+    """Zeros to scatter into would be made for all unrolled layers at once."""
+    rng = np.random.default_rng(0)
+    size = (3, 4)  # for 3 experts 4 rows each, of which some are padding; of 8 choices
+    slots = rng.permutation(12)[:7]
+    slot = jnp.asarray([*slots, 12 + 7])  # the last choice is of another round
+    choice = np.full(12, 8) + np.arange(12)
+    choice[slots] = np.arange(7)
+    choice = jnp.asarray(choice.reshape(size))
+    x, out = (jnp.asarray(rng.normal(size=s)) for s in ((8, 5), (*size, 5)))
+
+    def loss(x: Any, rows: Any) -> Any:
+        there = rows(x, choice, slot)
+        back = rows((there * out).reshape(12, 5), slot, choice)
+        return jnp.sum(jnp.sin(back) * x)
+
+    plain = lambda x, index, _: x.at[index].get(mode="fill", fill_value=0)
+    got = jax.grad(lambda x: loss(x, experts._rows))
+    want = jax.grad(lambda x: loss(x, plain))
+    np.testing.assert_array_equal(got(x), want(x))
+    names = lambda fn: {
+        eqn.primitive.name for eqn, _ in equations(jax.make_jaxpr(fn)(x).jaxpr)
+    }
+    assert "scatter-add" in names(want)
+    assert "scatter-add" not in names(got)
+
+
 def test_many_rounds_add_up_in_float32(monkeypatch):
     """The gradients of 512 rounds, of which each adds as much to an expert's kernel."""
     monkeypatch.setattr(experts, "on_gpus", lambda: True)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+import hlo
 import jshard
 import parity
 from decoder import Sizes, bytes_in, loss_fn, make_decoder, make_fsdp
@@ -81,6 +82,44 @@ def test_a_small_model_in_host_memory_trains_as_with_jax_and_optax():
         assert parity.error(ours, theirs) <= BOUND
 
 
+class FourLayers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = jshard.Stack(Layer, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers(x)
+
+
+@pytest.mark.usefixtures("x64")
+def test_muon_exchanges_the_layers_that_are_on_the_device_at_a_time_together():
+    tx = jshard.optim.muon(0.1)
+    loss_fn = lambda model, x: jshard.Mean(jnp.sum(model(x) ** 2), len(x))
+    x = np.random.default_rng(0).normal(size=(16, 8))
+    params, exchanges = [], []
+    for layers in (1, 2, 4):
+        fsdp = make_fsdp(make_policy("optimizer", offload_layers=layers))
+        state = fsdp.from_model(FourLayers(nnx.Rngs(0)), tx)
+        step = fsdp.train_step(loss_fn, tx)
+        batch = fsdp.shard_batch(x)
+        found = hlo.collectives(step.lower(state, batch).compile().as_text())
+        exchanges.append(sum(c.times for c in found if c.kind == "all-to-all"))
+        state, _ = step(state, batch)
+        params.append(dict(enumerate(jax.tree.leaves(fsdp.fetch(state.params)))))
+    # Two matrices of a layer, there and back, fill eight devices with four layers.
+    assert exchanges[0] == 2 * exchanges[1] == 4 * exchanges[2] > 0
+    for other in params[1:]:
+        assert parity.worst(params[0], other) <= BOUND
+
+
+def test_a_part_of_a_stack_that_does_not_divide_it_is_one_line():
+    fsdp = make_fsdp(make_policy("optimizer", offload_layers=3))
+    tx = optax.adam(1e-3)
+    state = fsdp.from_model(FourLayers(nnx.Rngs(0)), tx)
+    step = fsdp.train_step(lambda model, x: jshard.Mean(jnp.sum(model(x)), x.size), tx)
+    with pytest.raises(UserError, match=r"offload_layers=3: the Stack 'layers' has 4"):
+        step.lower(state, fsdp.shard_batch(np.ones((8, 8), np.float32)))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
@@ -88,6 +127,7 @@ def test_a_small_model_in_host_memory_trains_as_with_jax_and_optax():
     [
         ("all", "sgd", False, (2, 4), {}),
         ("all", "adamw", True, (1, 8), {"reshard_after_forward": 2}),
+        ("all", "adamw", True, (1, 8), {"offload_layers": 2}),
         ("all", "adamw", False, (2, 4), {"accumulate": 2}),
         ("optimizer", "lamb", False, (2, 4), {"reshard_after_forward": False}),
         ("all", "adamw", False, (1, 8), {"accumulate": 4, "defer_scatter": True}),
