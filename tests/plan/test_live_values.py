@@ -104,8 +104,15 @@ KERNEL = """
           "%i = pred[] constant(true)",
           "ROOT %r = f32[262144]{0} conditional(%i, %a, %a), "
           "true_computation=%kernel, false_computation=%twice"], 2),
+        # An element that is taken late keeps no other of its tuple: %u ends with %b.
+        (["%p = (f32[262144]{0}, f32[262144]{0}) fusion(%x), kind=kCustom, calls=%two",
+          "%u = f32[262144]{0} get-tuple-element(%p), index=1",
+          "%b = f32[262144]{0} fusion(%u), kind=kCustom, calls=%kernel",
+          "%c = f32[262144]{0} fusion(%b), kind=kCustom, calls=%kernel",
+          "%v = f32[262144]{0} get-tuple-element(%p), index=0",
+          "ROOT %r = f32[262144]{0} fusion(%c, %v), kind=kCustom, calls=%two"], 3),
     ],
-    ids=["in place", "custom", "sent", "aliased", "host", "branches"],
+    ids=["in place", "custom", "sent", "aliased", "host", "branches", "element"],
 )  # fmt: skip
 def test_what_is_in_memory_at_once_is_followed_by_xlas_rules(lines, arrays):
     text = (

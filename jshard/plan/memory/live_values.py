@@ -141,7 +141,9 @@ class _Values:
             if x.opcode.endswith(("-start", "-update")):
                 self.reads[x.name] = flat
             held = [b for name in x.operands for b in self.reads.get(name, ())]
-            self.last |= dict.fromkeys((*flat, *held, *found), time)
+            # An element of a tuple is no read of the others.
+            read = () if x.opcode == "get-tuple-element" else flat
+            self.last |= dict.fromkeys((*read, *held, *found), time)
         end = len(body.instructions)
         self.last |= dict.fromkeys(self.of[body.root.name], end)
 
