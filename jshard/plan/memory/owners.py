@@ -139,11 +139,10 @@ def _words(buffer: Buffer) -> str:
 
 def _origin(x: Instruction) -> str:
     """Returns the operation that makes a value, or the argument that it is made of."""
+    # A kernel of several has them as (a:b), or a/(b/c:d).
     if "/" not in x.source:
-        path = re.findall(r"\w+", x.source)
-        return ".".join(path) or x.name
+        return ".".join(re.findall(r"\w+", x.source.split(":")[0])) or x.name
     # Until JAX 0.4 operations had their arguments, in brackets.
-    # A kernel of several has them as a/(b/c:d).
     first = f"/{x.source}".split(":")[0].replace("/(", "/")
     path = re.sub(r"\[.*?\]", "", first)
     return "/".join(path.split("/")[-2:])
