@@ -111,14 +111,20 @@ KERNEL = """
           "%c = f32[262144]{0} fusion(%b), kind=kCustom, calls=%kernel",
           "%v = f32[262144]{0} get-tuple-element(%p), index=0",
           "ROOT %r = f32[262144]{0} fusion(%c, %v), kind=kCustom, calls=%two"], 3),
+        # A transposed result has its elements elsewhere.
+        (["%a = f32[262144]{0} fusion(%x), kind=kCustom, calls=%kernel",
+          "%b = f32[262144]{0} fusion(%a), kind=kLoop, calls=%turn",
+          "ROOT %r = f32[262144]{0} fusion(%b), kind=kCustom, calls=%kernel"], 2),
     ],
-    ids=["in place", "custom", "sent", "aliased", "host", "branches", "element"],
+    ids=["in place", "custom", "sent", "aliased", "host", "branches", "element",
+         "turned"],
 )  # fmt: skip
 def test_what_is_in_memory_at_once_is_followed_by_xlas_rules(lines, arrays):
     text = (
         "HloModule step, is_scheduled=true\n"
         + KERNEL
         + KERNEL.replace("%kernel", "%two").replace("(p: f32", "(p: f32, q: f32")
+        + KERNEL.replace("%kernel", "%turn").replace("exponential", "transpose")
         + "\n%twice (p: f32[262144]) -> f32[262144] {\n"
         "  %p.2 = f32[262144]{0} parameter(0)\n"
         "  %e.2 = f32[262144]{0} fusion(%p.2), kind=kCustom, calls=%kernel\n"
