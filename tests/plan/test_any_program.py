@@ -1,5 +1,7 @@
 """Plans of programs that are not jshard's: functions, and files that XLA wrote."""
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ from jshard.plan import plan_file
 from jshard.plan.memory.breakdown import Memory, Part
 from jshard.plan.output import plan_text
 from jshard.plan.planning import Plan
+from jshard.system.compat import absent_gpus
 
+CPUS = jax.devices()
 OPTIMIZER = optax.adamw(1e-3)
 LAYERS, WIDTH, CLASSES, EXAMPLES = 6, 64, 200, 64
 
@@ -83,6 +87,10 @@ def arguments(mesh: Any) -> tuple[Any, Any, Any]:
 
 def mesh_of(number: int) -> Any:
     return jax.make_mesh((number,), ("data",), devices=jax.devices()[:number])
+
+
+def one_axis(mesh: Any) -> Any:
+    return jax.sharding.Mesh(mesh.devices.reshape(-1), ("data",))
 
 
 def parts(plan: Plan) -> dict[str, int]:
@@ -166,7 +174,8 @@ def test_a_module_of_flax_is_planned_without_arrays():
     model = nnx.eval_shape(lambda: nnx.Linear(256, 256, rngs=nnx.Rngs(0)))
     x = jax.ShapeDtypeStruct((8, 256), jnp.float32)
     found = plan_function(nnx.jit(lambda model, x: model(x)), model, x)
-    assert parts(found)["model"] == 4 * (256 * 256 + 256)
+    assert parts(found)["model.kernel"] == 4 * 256 * 256
+    assert parts(found)["model.bias"] == 4 * 256
 
 
 def test_what_a_plan_does_not_know_is_said():
@@ -280,11 +289,94 @@ def test_a_function_with_too_much_data_in_it_is_refused():
         plan_function(lambda x: x + held, x)
 
 
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@nnx.jit
+def nnx_step(model: Model, optimizer: nnx.Optimizer, batch: jax.Array) -> None:
+    grads = nnx.grad(lambda model: model(batch).var())(model)
+    optimizer.update(model, grads)
+
+
+def test_a_trainers_partial_of_nnx_jit_is_planned_by_the_names_of_variables():
+    def make():
+        model = Model(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    step = functools.partial(nnx_step, *nnx.eval_shape(make))
+    found = parts(plan_function(step, jax.ShapeDtypeStruct((16, 8), jnp.float32)))
+    layers, head = 4 * 2 * (8 * 8 + 8), 4 * (8 * 4 + 4)
+    assert found["model.layers"] == layers
+    assert found["model.head"] == head
+    assert found["optimizer.opt_state"] == 2 * (layers + head) + 4
+
+
+def test_a_jitted_method_is_planned_with_its_object():
+    class Trainer:
+        rate = 0.1
+
+        @functools.partial(jax.jit, static_argnums=0, static_argnames="sign")
+        def step(self, weights: jax.Array, sign: int = 1) -> jax.Array:
+            return weights * (1 - sign * self.rate)
+
+    trainer = Trainer()
+    assert parts(plan_function(trainer.step, jnp.ones(8)))["weights"] == 32
+    step = functools.partial(trainer.step, sign=-1)
+    assert parts(plan_function(step, jnp.ones(8)))["weights"] == 32
+
+
+def test_leaves_that_are_no_arrays_are_constants_as_in_filter_jit():
+    Layer = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Layer", ["kernel", "activation"]),
+        data_fields=["kernel", "activation"],
+        meta_fields=[],
+    )
+
+    def step(layer: Any, x: jax.Array) -> Any:
+        y = layer.activation(x @ layer.kernel)
+        return dataclasses.replace(layer, kernel=layer.kernel + y.sum())
+
+    layer = Layer(jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.nn.gelu)
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    found = parts(plan_function(step, layer, x))
+    assert (found["layer"], found["x"], found["results"]) == (256, 128, 256)
+    vars(step)["donate_first"] = True  # as Equinox's wrapper says it
+    assert parts(plan_function(step, layer, x))["results"] == 0
+
+
+def test_a_copy_of_an_argument_has_its_name(written):
+    name = r"state[\'model\'][\'kernel\'].value"
+    called = "calls=%wrapped_transpose_computation"
+    text = FFT.replace(called, f'{called}, metadata={{op_name="{name}"}}')
+    assert "of state.model.kernel.value" in str(
+        plan_file(written(text), "a100:4").memory.parts
+    )
+
+
+def test_programs_that_ask_for_devices_find_the_absent_ones():
+    there = jax.devices()[:2]
+    with absent_gpus.asked_for(there):
+        assert jax.default_backend() == "gpu"
+        assert (jax.devices(), jax.devices("gpu")) == (there, there)
+        assert jax.device_count() == 2
+        assert len(jax.devices("cpu")) == len(CPUS)
+        assert float(jnp.ones(8).sum()) == 8  # JAX itself has its own
+    assert jax.default_backend() == "cpu"
+    assert jax.devices() == CPUS
+
+
 @pytest.mark.h100
 def test_a_function_compiles_for_gpus_that_are_not_there():
-    mesh = h100s(8)
-    one_axis = jax.sharding.Mesh(mesh.devices.reshape(-1), ("data",))
-    found = plan_function(train_step, *arguments(one_axis), topology="h100:8")
+    mesh = one_axis(h100s(8))
+    found = plan_function(train_step, *arguments(mesh), topology="h100:8")
     assert found.fits
     assert found.timeline is not None
     assert found.timeline.seconds > 0
@@ -295,8 +387,40 @@ def test_a_function_compiles_for_gpus_that_are_not_there():
 
 @pytest.mark.h100
 def test_arguments_on_other_devices_are_refused():
-    h100s(8)  # or a skipped test
+    mesh = one_axis(h100s(8))  # or a skipped test
     with pytest.raises(jshard.UserError, match=r"on 4 x cpu, and the topology is h100"):
         plan_function(train_step, *arguments(mesh_of(4)), topology="h100:8")
-    with pytest.raises(jshard.UserError, match="no argument has a sharding"):
+    x, one = jax.ShapeDtypeStruct((64, 64), jnp.float32), "runs on one device and not"
+    with pytest.raises(jshard.UserError, match=one):
         plan_function(lambda x: x, jnp.ones(8), topology="h100:8")
+    here = NamedSharding(mesh_of(8), PartitionSpec("data"))
+    with pytest.raises(jshard.UserError, match="runs on CPUs and not on h100:8"):
+        plan_function(jax.jit(lambda x: x @ x, in_shardings=here), x, topology="h100:8")
+    there = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=there)
+    with pytest.raises(jshard.UserError, match="other devices in itself or in"):
+        plan_function(jax.jit(lambda x: x @ x, in_shardings=here), x, topology="h100:8")
+
+
+@pytest.mark.h100
+def test_shardings_may_be_jits_alone():
+    there = NamedSharding(one_axis(h100s(8)), PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    step = jax.jit(lambda x: x @ x, in_shardings=there)
+    found = plan_function(step, x, topology="h100:8")
+    assert [row.kind for row in found.traffic.rows] == ["all-gather"]
+
+
+@pytest.mark.h100
+def test_an_abstract_mesh_has_host_memory():
+    mesh = one_axis(h100s(8)).abstract_mesh
+    sharding = NamedSharding(mesh, PartitionSpec("data"), memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=sharding)
+    found = plan_function(
+        jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device) * 2),
+        x,
+        topology="h100:8",
+    )
+    assert [part.bytes for part in found.memory.host] == [64 * 64 * 4 // 8]
+    with pytest.raises(jshard.UserError, match="over a mesh of 8 devices, and"):
+        plan_function(jax.jit(lambda x: x), x, topology="h100:16")

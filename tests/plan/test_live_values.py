@@ -104,14 +104,27 @@ KERNEL = """
           "%i = pred[] constant(true)",
           "ROOT %r = f32[262144]{0} conditional(%i, %a, %a), "
           "true_computation=%kernel, false_computation=%twice"], 2),
+        # An element that is taken late keeps no other of its tuple: %u ends with %b.
+        (["%p = (f32[262144]{0}, f32[262144]{0}) fusion(%x), kind=kCustom, calls=%two",
+          "%u = f32[262144]{0} get-tuple-element(%p), index=1",
+          "%b = f32[262144]{0} fusion(%u), kind=kCustom, calls=%kernel",
+          "%c = f32[262144]{0} fusion(%b), kind=kCustom, calls=%kernel",
+          "%v = f32[262144]{0} get-tuple-element(%p), index=0",
+          "ROOT %r = f32[262144]{0} fusion(%c, %v), kind=kCustom, calls=%two"], 3),
+        # A transposed result has its elements elsewhere.
+        (["%a = f32[262144]{0} fusion(%x), kind=kCustom, calls=%kernel",
+          "%b = f32[262144]{0} fusion(%a), kind=kLoop, calls=%turn",
+          "ROOT %r = f32[262144]{0} fusion(%b), kind=kCustom, calls=%kernel"], 2),
     ],
-    ids=["in place", "custom", "sent", "aliased", "host", "branches"],
+    ids=["in place", "custom", "sent", "aliased", "host", "branches", "element",
+         "turned"],
 )  # fmt: skip
 def test_what_is_in_memory_at_once_is_followed_by_xlas_rules(lines, arrays):
     text = (
         "HloModule step, is_scheduled=true\n"
         + KERNEL
         + KERNEL.replace("%kernel", "%two").replace("(p: f32", "(p: f32, q: f32")
+        + KERNEL.replace("%kernel", "%turn").replace("exponential", "transpose")
         + "\n%twice (p: f32[262144]) -> f32[262144] {\n"
         "  %p.2 = f32[262144]{0} parameter(0)\n"
         "  %e.2 = f32[262144]{0} fusion(%p.2), kind=kCustom, calls=%kernel\n"

@@ -338,6 +338,10 @@ def test_the_trace_has_a_thread_for_each_stream_and_microseconds(timeline):
             ((0, 2), (1, 3)),
         ),
         ("mesh['a'=2,'b'=2], device_ids=(0,3,1,2) {'b'}", ((0, 3), (1, 2))),
+        ("mesh['a'=4,'b'=1] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("mesh['a'=4,'b'=1] {'a':(2)2,'b'}", ((0, 1), (2, 3))),
+        ("mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
         ("{}", ()),
     ],
 )
@@ -353,7 +357,8 @@ def test_groups_are_read_however_xla_writes_them(text, groups):
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ("mesh['fsdp'=8] {'fsdp':(1)2}", "device groups along"),
+        ("mesh['fsdp'=8] {'tensor'}", "device groups along"),
+        ("mesh['fsdp'=8] {'fsdp':(1)3}", "device groups along"),
         ("@some_mesh {'fsdp'}", "unknown form of device groups: @some_mesh"),
     ],
 )

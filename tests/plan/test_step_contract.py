@@ -106,7 +106,7 @@ def test_a_kept_gathered_weight_is_a_missing_gather_and_more_memory(contract):
     said = contract(trained("full"), trained("kept"))
     assert "all_gather: 4 -> 0" in said
     assert "- memory per device, values of the forward: " in said
-    assert "2 x f32[256,64] (64.0 KiB) of all-gather/all_gather" in said
+    assert "2 x f32[64,256] (64.0 KiB) of all-gather/all_gather" in said
 
 
 def test_lost_rematerialization_is_more_memory_with_the_same_collectives(contract):

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
+from jshard.plan.hlo.device_groups import groups_of, numbers
 from jshard.sharding.settings.scopes import FURTHER_ROUNDS, SCHEDULE, UPDATE
 
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
@@ -30,12 +29,6 @@ _CALLED = re.compile(
     r"\b(?P<role>body|condition|to_apply|calls|called_computations|"
     r"branch_computations|true_computation|false_computation)="
     r"(?P<names>\{[^}]*\}|%?[\w.\-]+)"
-)
-_LISTED_GROUPS = re.compile(r"(?:groups|pairs)=\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}")
-_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-_IOTA_GROUPS = re.compile(rf"replica_groups=\[([\d,]+)\]<=({_IOTA})")
-_MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}"
 )
 _OF_TICK = re.compile(SCHEDULE.format(*[r"\d+"] * 3) + r"/cond/branch_(\d+)_fun")
 HOST_SPACE = 5  # pinned host memory
@@ -142,7 +135,7 @@ class Instruction:
 
     def attribute(self, name: str) -> tuple[int, ...]:
         """A list of numbers such as ``dimensions={0,1}``; () if it is absent."""
-        return _numbers(self._find(rf"\b{name}=\{{([\d,]*)\}}"))
+        return numbers(self._find(rf"\b{name}=\{{([\d,]*)\}}"))
 
     def _find(self, pattern: str) -> str:
         """The first group of a pattern's first match in the attributes, or ""."""
@@ -156,15 +149,7 @@ class Instruction:
         Raises:
           ValueError: the groups are written in a way that is not known.
         """
-        if listed := _LISTED_GROUPS.search(self.text):
-            return tuple(map(_numbers, re.findall(r"\{([\d,]*)\}", listed[1])))
-        if mesh := _MESH_GROUPS.search(self.text):
-            return _groups_of_mesh(*mesh.groups(""))
-        if iota := _IOTA_GROUPS.search(self.text):  # [groups, size]<=[dims]T(order)
-            return _groups(_device_numbers(iota[2]), _numbers(iota[1])[-1])
-        if unknown := self._find(r"\breplica_groups=(?!\{\})(.{,80})"):
-            raise ValueError(f"{self.name}: unknown form of device groups: {unknown}")
-        return ()
+        return groups_of(self.name, self.text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,55 +266,13 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
-def _groups_of_mesh(
-    axes: str, devices: str, chosen: str
-) -> tuple[tuple[int, ...], ...]:
-    """Groups along the ``chosen`` ones of ``mesh['replica'=2,'fsdp'=4] {'fsdp'}``.
-
-    ``devices`` are the mesh's in order, listed or as an iota; empty if they are in the
-    order of their numbers. Part of an axis, which jshard's meshes never need, is an
-    error.
-    """
-    sizes = {
-        name.strip("' "): int(size)
-        for name, _, size in (axis.partition("=") for axis in axes.split(","))
-    }
-    along = [name.strip("' ") for name in chosen.split(",") if name.strip()]
-    if not set(along) <= set(sizes):
-        raise ValueError(f"device groups along {chosen} of a mesh {axes}")
-    shape = tuple(sizes.values())
-    mesh = _device_numbers(devices or f"[{math.prod(shape)}]").reshape(shape)
-    names = list(sizes)
-    others = [name for name in names if name not in along]
-    order = [names.index(name) for name in (*others, *along)]
-    return _groups(mesh.transpose(order), math.prod(sizes[name] for name in along))
-
-
-def _device_numbers(text: str) -> np.ndarray:
-    """The numbers of ``0,3,1,2`` or of an iota, ``[4,2]T(1,0)``: a transposed range."""
-    iota = re.fullmatch(_IOTA, text)
-    if iota is None:
-        return np.array(_numbers(text))
-    dims = _numbers(iota[1])
-    order = _numbers(iota[2]) if iota[2] else range(len(dims))
-    return np.arange(math.prod(dims)).reshape(dims).transpose(order)
-
-
-def _groups(numbers: np.ndarray, size: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, numbers.reshape(-1, size).tolist()))
-
-
 @functools.lru_cache(maxsize=65536)
 def arrays(shape: str) -> tuple[Array, ...]:
     """The arrays of a printed type, with tuples flattened."""
     return tuple(
-        Array(m["dtype"], _numbers(m["dims"]), int(m["space"] or 0))
+        Array(m["dtype"], numbers(m["dims"]), int(m["space"] or 0))
         for m in _ARRAY.finditer(shape)
     )
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(x.strip("<=")) for x in text.split(",") if x.strip("<="))
 
 
 def direction(source: str) -> str:

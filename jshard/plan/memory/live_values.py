@@ -141,7 +141,9 @@ class _Values:
             if x.opcode.endswith(("-start", "-update")):
                 self.reads[x.name] = flat
             held = [b for name in x.operands for b in self.reads.get(name, ())]
-            self.last |= dict.fromkeys((*flat, *held, *found), time)
+            # An element of a tuple is no read of the others.
+            read = () if x.opcode == "get-tuple-element" else flat
+            self.last |= dict.fromkeys((*read, *held, *found), time)
         end = len(body.instructions)
         self.last |= dict.fromkeys(self.of[body.root.name], end)
 
@@ -200,16 +202,39 @@ class _Values:
     def places(
         self, body: Computation, taking_over: Container[str]
     ) -> dict[Buffer, Buffer]:
-        """Returns the operands, read there last, whose place results take over."""
+        """Returns the operands, read there last, whose place results take over.
+
+        A transposed operand's place is not free until all of it has been read.
+        """
         found: dict[Buffer, Buffer] = {}
         for time, x in enumerate(body.instructions):
             if x.opcode not in taking_over or "kind=kCustom" in x.text:
                 continue
             ended = [
-                b for name in x.operands for b in self.of[name] if self.last[b] == time
+                (b, number)
+                for number, name in enumerate(x.operands)
+                for b in self.of[name]
+                if self.last[b] == time
             ]
             for new in self.made[x.name]:
-                if same := next((b for b in ended if b.bytes == new.bytes > 0), None):
-                    ended.remove(same)
-                    found[new] = same
+                result = self.of[x.name].index(new)
+                for pair in ended:
+                    same, number = pair
+                    if same.bytes == new.bytes > 0 and self._keeps(x, number, result):
+                        ended.remove(pair)
+                        found[new] = same
+                        break
         return found
+
+    def _keeps(self, x: Instruction, number: int, result: int) -> bool:
+        """Whether a kernel's result has the order of an operand."""
+        if x.opcode != "fusion":
+            return True
+        kernel = self.module.body(x, "calls")
+        reached = {kernel.parameters[number].name}
+        for y in kernel.instructions:
+            if y.opcode != "transpose" and not reached.isdisjoint(y.operands):
+                reached.add(y.name)
+        root = kernel.root
+        results = root.operands if root.opcode == "tuple" else (root.name,)
+        return results[result] in reached

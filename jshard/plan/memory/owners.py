@@ -134,9 +134,15 @@ def _words(buffer: Buffer) -> str:
     x = buffer.made_by
     array = next((a for a in x.arrays if a.bytes == buffer.bytes), None)
     shape = f"{array.dtype}[{','.join(map(str, array.shape))}]" if array else x.opcode
+    return f"{shape} ({format_bytes(buffer.bytes)}) of {_origin(x)}"
+
+
+def _origin(x: Instruction) -> str:
+    """Returns the operation that makes a value, or the argument that it is made of."""
+    # A kernel of several has them as (a:b), or a/(b/c:d).
+    if "/" not in x.source:
+        return ".".join(re.findall(r"\w+", x.source.split(":")[0])) or x.name
     # Until JAX 0.4 operations had their arguments, in brackets.
-    # A kernel of several has them as a/(b/c:d).
     first = f"/{x.source}".split(":")[0].replace("/(", "/")
     path = re.sub(r"\[.*?\]", "", first)
-    source = "/".join(path.split("/")[-2:]) or x.name
-    return f"{shape} ({format_bytes(buffer.bytes)}) of {source}"
+    return "/".join(path.split("/")[-2:])

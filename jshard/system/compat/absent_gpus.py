@@ -37,6 +37,33 @@ def cudnn_attention(
         yield
 
 
+@contextlib.contextmanager
+def asked_for(devices: list[Any]) -> Iterator[None]:
+    """Lets programs that ask ``jax`` for its devices find these.
+
+    Models choose kernels by ``jax.default_backend()``, and some constrain no sharding
+    on CPUs. JAX itself asks elsewhere, so it still computes on its own devices.
+    """
+
+    def answer(theirs: Any, number: Any) -> Any:
+        def found(backend: Any = None, **words: Any) -> Any:
+            ours = backend in (None, "gpu", "cuda") and not words
+            return number if ours else theirs(backend, **words)
+
+        return found
+
+    local = [x for x in devices if x.process_index == devices[0].process_index]
+    with _replaced(
+        jax,
+        devices=answer(jax.devices, devices),
+        device_count=answer(jax.device_count, len(devices)),
+        local_devices=lambda *_, **__: local,
+        local_device_count=answer(jax.local_device_count, len(local)),
+        default_backend=lambda: "gpu",
+    ):
+        yield
+
+
 def read_topology(path: Path) -> list[Any]:
     """Returns devices to compile for from a topology that JAX serialized.
 
