@@ -14,15 +14,15 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6114,
+    "system": 6141,
     "sharding": 1,
-    "sharding/settings": 1973,
+    "sharding/settings": 1982,
     "sharding/layout": 2601,
-    "sharding/axes": 741,
+    "sharding/axes": 760,
     "sharding/cpu": 476,
     "sharding/collectives": 908,
     "sharding/float8": 888,
-    "sharding/update": 2452,
+    "sharding/update": 2476,
     "sharding/units": 2076,
     "sharding/pipeline": 1029,
     "sharding/step": 3483,
@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 8361,
     "data": 6875,
     "recipe": 2991,
-    "plan": 10798,
+    "plan": 10980,
     "inference": 2524,
     "training": 6798,
     "the commands": 1374,
