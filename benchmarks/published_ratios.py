@@ -2,12 +2,13 @@
 
     JAX_PLATFORMS=cpu python benchmarks/published_ratios.py [--group=NAME]
 
-These runs are PyTorch's: other kernels, so other times, but the same ratios. Prints a
+These runs are PyTorch's but for Marin's: other kernels, so other times, but the same ratios. Prints a
 markdown table for each group: seconds of a step and GB of memory, measured and planned,
 and each step over that of the group's first row. No constant was fitted to them.
 """
 
 import argparse
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Run(NamedTuple):
     recipe: str
     topology: str  # "FOUR" stands for hosts of four H200s
     keys: dict[str, Any]
-    seconds: float
+    seconds: float  # inf: it ran out of memory
     memory: float | None = None  # GB
 
 
@@ -107,9 +108,33 @@ def tune(name: str, remat: str, chunk: int, seconds: float, gib: float) -> Run:
     return Run(name, "llama.py:3-1b", "a100:1", keys, seconds, gib * GIB)
 
 
+def marin(unrolled: bool, batch: int, seconds: float) -> Run:
+    """A mixture of experts by Marin in JAX, FSDP on eight H100s, with Muon."""
+    keys = {
+        "batch_size": batch,
+        "policy.remat": "full",
+        "policy.accumulate": 1,
+        "policy.unroll": unrolled,
+        "model.num_layers": 24,
+        "model.width": 2048,
+        "model.hidden": 1024,
+        "model.num_heads": 16,
+        "model.num_kv_heads": 4,
+        "model.sequence_length": 4096,
+        "model.num_experts": 64,
+        "model.experts_per_token": 4,
+        "model.shared_hidden": 2048,
+        "model.window": 2048,
+        "model.pattern": "sssf",
+    }
+    name = f"{'layers written out' if unrolled else 'a loop'}, batch {batch}"
+    return Run(name, "llama.py:3-8b", "h100:8", keys, seconds)
+
+
 FOUNDRY = "https://github.com/mosaicml/llm-foundry, scripts/train/benchmarking"
 TITAN = "https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412"
 TUNE = "https://github.com/meta-pytorch/torchtune, README"
+MARIN = "https://github.com/marin-community/marin/tree/4b384db, experiments/grug/moe"
 KEMPNER = "https://github.com/KempnerInstitute/KempnerForge/tree/5666d0d"
 GROUPS: dict[str, tuple[str, tuple[Run, ...]]] = {
     "mpt-7b": (
@@ -138,6 +163,17 @@ GROUPS: dict[str, tuple[str, tuple[Run, ...]]] = {
         (
             tune("packed", "none", 8192, 1.1579, 60.0),
             tune("chunked loss", "none", 1024, 0.893, 42.9),
+        ),
+    ),
+    "marin": (
+        MARIN,
+        (
+            marin(False, 128, 2.9103),
+            marin(False, 256, 5.1654),
+            marin(False, 512, math.inf),
+            marin(True, 64, 2.0556),
+            marin(True, 128, 3.3905),
+            marin(True, 256, math.inf),
         ),
     ),
     "kempner": (
@@ -183,12 +219,13 @@ def main() -> None:
             for run in runs:
                 seconds, memory = planned(run, four)
                 first = first or (run.seconds, seconds)
+                ran = math.isfinite(run.seconds)
                 cells = [
                     run.name,
-                    f"{run.seconds:.3f}",
+                    f"{run.seconds:.3f}" if ran else "out of memory",
                     f"{seconds:.3f}",
-                    f"{seconds / run.seconds - 1:+.1%}",
-                    f"{run.seconds / first[0]:.3f}",
+                    f"{seconds / run.seconds - 1:+.1%}" if ran else "",
+                    f"{run.seconds / first[0]:.3f}" if ran else "",
                     f"{seconds / first[1]:.3f}",
                     "" if run.memory is None else f"{run.memory:.1f}",
                     f"{memory / GB:.1f}",

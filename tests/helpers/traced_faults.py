@@ -39,7 +39,7 @@ USUAL: dict[str, Any] = {
 }
 if jax.__version_info__ < (0, 11):
     USUAL["xla_cpu_use_fusion_emitters"] = True
-SLOWER = USUAL | {"xla_backend_optimization_level": 0}
+SLOWER: dict[str, Any] = USUAL | {"xla_backend_optimization_level": 0}
 
 
 class Program:

@@ -352,3 +352,16 @@ def test_those_come_first_that_no_other_estimate_beats():
     order = ranked(estimates | {Candidate({}): Estimate(9, 300)}, 100)
     names = ("fast", "slow", "beaten", "beaten twice", "large", "larger")
     assert order == [Candidate({}), *map(named, names)]  # as given first
+
+
+def test_a_few_of_a_pareto_set_are_spread_over_all_of_it():
+    names = "abcdefghi"
+    front = {
+        Candidate({"policy.remat": name}): Estimate(1 + i, 90 - i)
+        for i, name in enumerate(names)
+    }
+    order = "".join(c.settings["policy.remat"] for c in ranked(front, 100))
+    assert sorted(order) == sorted(names)
+    assert order.startswith("aie")  # the fastest, the smallest, and between them
+    gaps = [sorted(map(names.index, order[:n])) for n in (3, 5)]
+    assert gaps == [[0, 4, 8], [0, 2, 4, 6, 8]]

@@ -263,8 +263,9 @@ def ranked(estimates: Mapping[Candidate, Estimate], usable: int) -> list[Candida
 
     The config as given; then the Pareto set of estimated time and memory, then that of
     the rest, and so on (non-dominated sorting; Deb et al. 2002,
-    doi:10.1109/4235.996017), each fastest first; last, by memory, those that more than
-    ``usable`` bytes are estimated for.
+    doi:10.1109/4235.996017). Of each set first the fastest, then the smallest, and
+    then what is between those that came before, so that some of them show all of it.
+    Last, by memory, are those that more than ``usable`` bytes are estimated for.
     """
     as_given = [candidate for candidate in estimates if not candidate.settings]
     others = [candidate for candidate in estimates if candidate.settings]
@@ -272,14 +273,28 @@ def ranked(estimates: Mapping[Candidate, Estimate], usable: int) -> list[Candida
     left = [candidate for candidate in left if estimates[candidate].memory <= usable]
     fronts = []
     while left:
-        beaten, least = [], math.inf
+        front, beaten, least = [], [], math.inf
         for candidate in left:
             if (memory := estimates[candidate].memory) < least:
-                fronts.append(candidate)
+                front.append(candidate)
                 least = memory
             else:
                 beaten.append(candidate)
+        fronts += _ends_first(front)
         left = beaten
     large = [candidate for candidate in others if estimates[candidate].memory > usable]
     large.sort(key=lambda candidate: estimates[candidate].memory)
     return [*as_given, *fronts, *large]
+
+
+def _ends_first(front: list[Candidate]) -> list[Candidate]:
+    """Returns the first, the last, what is midway, and so on in both halves."""
+    order = [0, len(front) - 1]
+    spans = collections.deque([(0, len(front) - 1)])
+    while spans:
+        low, high = spans.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            spans += [(low, middle), (middle, high)]
+    return [front[i] for i in dict.fromkeys(order)]
