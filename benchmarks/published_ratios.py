@@ -2,9 +2,10 @@
 
     JAX_PLATFORMS=cpu python benchmarks/published_ratios.py [--group=NAME]
 
-These runs are PyTorch's but for Marin's: other kernels, so other times, but the same ratios. Prints a
-markdown table for each group: seconds of a step and GB of memory, measured and planned,
-and each step over that of the group's first row. No constant was fitted to them.
+These runs are PyTorch's, but for Marin's: other kernels, so other times, but the same
+ratios. Prints a markdown table for each group: seconds of a step and GB of memory,
+measured and planned, and each step over that of the group's first row. No constant was
+fitted to them.
 """
 
 import argparse
