@@ -115,7 +115,11 @@ def run_layer(
         (carry, aux), *others = layer.evaluate(inputs)
         return carry, ((aux, *others), None)
     ((carry, aux), *others), residuals = layer.forward(inputs)
-    return carry, ((aux, *others), (residuals, drop(weights, layer)))
+    kept = drop(weights, layer)
+    # Otherwise full weights could stay in memory until they are split.
+    if layer.straight and kept is not None and layer.reshard is not False:
+        kept, carry = barrier(kept, carry)
+    return carry, ((aux, *others), (residuals, kept))
 
 
 def transpose(

@@ -121,6 +121,7 @@ class Layer:
       outputs: a pytree of abstract arrays.
       places: the placements of its weights.
       reshard: ``reshard_after_forward``.
+      straight: whether it runs outside of loops.
       differentiable: which inputs have gradients, True or False for each.
       consts: constants of user-defined derivative rules, which get no gradients.
       needed_in_backward: which weights the backward computes with.
@@ -132,10 +133,11 @@ class Layer:
         places: Sequence[Placement],
         policy: UnitPolicy,
         *,
-        prevent_cse: bool,
+        straight: bool,
     ):
         self._inputs, self._program, self.outputs = traced
         self.places, self.reshard = places, policy.reshard_after_forward
+        self.straight = straight
         eqns = self._program.jaxpr.eqns
         eqn = jaxprs.find(eqns, {"io_callback"})
         if eqn is not None and policy.remat != "none":
@@ -144,7 +146,7 @@ class Layer:
                 "computes it again, which JAX refuses; use jax.pure_callback, or "
                 "remat='none' for this unit (policy.overrides)"
             )
-        fn = checkpoint(self.evaluate, policy.remat, prevent_cse=prevent_cse)
+        fn = checkpoint(self.evaluate, policy.remat, prevent_cse=straight)
 
         _, *others = jax.tree.map(is_float, self._inputs)
         trained = [place.gradient.trainable for place in places]

@@ -211,9 +211,9 @@ def segments_of(
         hosted |= any(place.sharding.hosted for place in places)
         unroll = policy.unroll and not hosted
         straight = unroll or stop - start == 1
-        layer = outside = Layer(traced, places, policy, prevent_cse=straight)
+        layer = outside = Layer(traced, places, policy, straight=straight)
         if prefetch and not straight:
-            outside = Layer(traced, places, policy, prevent_cse=True)
+            outside = Layer(traced, places, policy, straight=True)
         segments.append(layers.Segment(start, stop, layer, outside, unroll))
     return segments
 

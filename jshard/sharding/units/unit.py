@@ -55,7 +55,7 @@ def run_unit(
     shards, places = list(shards), list(places)
     sharded = Inputs(shards, list(xs), inputs, [])
     traced = trace_layer(fn, sharded, places)
-    layer = Layer(traced, places, policy, prevent_cse=True)
+    layer = Layer(traced, places, policy, straight=True)
 
     @jax.custom_vjp
     def run(sharded, layer):

@@ -161,6 +161,19 @@ def test_a_step_needs_what_its_policy_declares_and_few_layers(remat, knobs):
     check(remat, **knobs)
 
 
+@pytest.mark.parametrize(
+    "prefetch", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_layers_written_out_keep_only_their_part_of_weights_kept_in_groups(prefetch):
+    policy = {"unroll": True, "prefetch": prefetch}
+    whole, part = (
+        needed(lower(policies(reshard_after_forward=group, **policy), layers=10)[0])
+        for group in (False, 8)
+    )
+    layer = nbytes(one_layer()[1])
+    assert whole - part > (1 - SLACK) * (10 - MOST_LAYERS) * layer * 7 / 8
+
+
 @pytest.mark.slow
 def test_a_list_of_units_keeps_only_its_part_of_weights_kept_in_groups():
     # Nothing but a barrier makes XLA split them before the next unit gathers its own.

@@ -45,7 +45,7 @@ def inputs() -> Inputs:
 def linearized(remat: Any, fn: Any = layer) -> tuple[Layer, list[Any]]:
     """A layer, and the arrays that its program closes over, the last of its args."""
     traced = trace_layer(fn, inputs(), PLACES)
-    made = Layer(traced, PLACES, UnitPolicy(remat), prevent_cse=False)
+    made = Layer(traced, PLACES, UnitPolicy(remat), straight=False)
     return made, list(traced.program.consts)
 
 
