@@ -242,7 +242,7 @@ def describe(
     lines += _tensor(jaxpr, sizes, network) + _experts(jaxpr, state, layout)
     if kernels := attention_kernels(jaxpr):
         lines.append(("attention", ", and ".join(kernels)))
-    if policy.multiplies_in_float8():
+    if policy.products():
         lines.append(("float8", _float8(jaxpr)))
     if is_deterministic(fsdp.compiler_options):
         lines.append(("deterministic", check_deterministic(jaxpr, device, mesh.size)))

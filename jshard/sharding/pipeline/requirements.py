@@ -49,7 +49,7 @@ def check_pipeline(arrays: ModelArrays, policy: Policy, mesh: Any) -> None:
             "activations of a pipeline stay in device memory",
         ),
         "precision.products": (
-            policy.multiplies_in_float8(),
+            bool(policy.products()),
             "a scale is that of all layers, which are in several stages",
         ),
         "precision.gather": (

@@ -235,17 +235,14 @@ class Policy(UnitPolicy):
         "all (parameters, too)",
         kind=str,
         choices=("optimizer", "all"),
-        more="It saves device memory and costs transfers. State goes through the "
-        "update, and parameters to the device, one layer at a time.",
+        more="State goes through the update, and parameters to the device, by layers.",
     )
 
     offload_layers: int = knob(
         1,
         "layers of a Stack whose offloaded state is on the device at a time",
         at_least=1,
-        noun="a number of layers",
-        more="With Muon as many devices compute as there are matrices of a shape in "
-        "them; otherwise more layers gain nothing.",
+        more="With Muon each matrix of a shape in them has a device of its own.",
     )
 
     overrides: Mapping[str, Mapping[str, Any]] = dataclasses.field(
@@ -325,10 +322,6 @@ class Policy(UnitPolicy):
         """Returns the float8 products of all modules, by name."""
         return {x.products for x in self.everywhere("precision").values()} - {None}
 
-    def multiplies_in_float8(self) -> bool:
-        """Returns whether any module's products are in float8."""
-        return bool(self.products())
-
     def offloads_activations(self) -> bool:
         """Returns whether any layer keeps activations in host memory."""
         return any(isinstance(x, Offload) for x in self.everywhere("remat").values())
@@ -354,6 +347,4 @@ def prefixes(paths: Iterable[Path]) -> list[str]:
 
 def _check_precision(precision: Any) -> None:
     if not isinstance(precision, Precision):
-        raise UserError(
-            f"policy.precision: {precision!r} must be a jshard.Precision(...)"
-        )
+        raise UserError(f"policy.precision: {precision!r} must be a jshard.Precision")

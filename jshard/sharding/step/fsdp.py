@@ -81,7 +81,7 @@ class FSDP:
         self.told: set[str] = set()  # warnings; a state is shaped, and then made
         model = self.units, self.tensor_splits, self.sequences
         self._steps = Steps(mesh, self.policy, *model)
-        float8 = self.policy.multiplies_in_float8()
+        float8 = bool(self.policy.products())
         options = platform(mesh), mesh.size, compiler_options
         self.compiler_options = xla_options.compiler_options(*options, float8=float8)
 

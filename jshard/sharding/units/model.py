@@ -72,7 +72,7 @@ def make_sharded(
     for path, module in modules:
         over_all_devices(module)
         in_layer = any(path[: len(layer)] == layer for layer in layers)
-        if in_layer and policy.multiplies_in_float8():
+        if in_layer and policy.products():
             multiplied |= {(*path, name): over for name, over in take_float8(module)}
         precision = policy.precision_at(path, own_dtype(module))
         set_compute_dtype(module, precision.compute)
