@@ -347,4 +347,4 @@ def prefixes(paths: Iterable[Path]) -> list[str]:
 
 def _check_precision(precision: Any) -> None:
     if not isinstance(precision, Precision):
-        raise UserError(f"policy.precision: {precision!r} must be a jshard.Precision")
+        raise UserError(f"policy.precision: {precision!r} must be jshard.Precision(...)")
