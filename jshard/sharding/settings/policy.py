@@ -345,6 +345,6 @@ def prefixes(paths: Iterable[Path]) -> list[str]:
     return sorted({".".join(p[: i + 1]) for p in parts for i in range(len(p))})
 
 
-def _check_precision(precision: Any) -> None:
-    if not isinstance(precision, Precision):
-        raise UserError(f"policy.precision: {precision!r} must be jshard.Precision(...)")
+def _check_precision(x: Any) -> None:
+    if not isinstance(x, Precision):
+        raise UserError(f"policy.precision: {x!r} must be jshard.Precision(...)")
