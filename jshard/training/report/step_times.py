@@ -12,7 +12,8 @@ from jshard.training.report.save_table import format_wait
 _WORST = 5
 _FACTOR = math.log(1.05)  # the width of a bin, before neighbours are put together
 _MOST_BINS = 40
-_BOX = (58.0, 926.0, 14.0, 186.0)  # left, right, top and bottom, in px
+# Width, height, and how many bins have a name; phones have the small one.
+_SIZES = {"large": (940, 220, 8), "small": (320, 200, 3)}
 _NOTED = 0.1  # of a step's time, from which on a part of it is named
 
 
@@ -70,10 +71,16 @@ class StepTimes:
         return ", ".join(known) or "no known cause"
 
     def _histogram(self) -> str:
+        svgs = [self._drawn(size, *sizes) for size, sizes in _SIZES.items()]
+        caption = "<figcaption>Steps by their time</figcaption>"
+        return f'<figure class="wide">{caption}{"".join(svgs)}</figure>'
+
+    def _drawn(self, size: str, width: int, height: int, named: int) -> str:
         bars = list(self._bars())
         most = ticks(0, max(count for _, count in bars), 4)
-        axes = Axes(_BOX, (0, len(bars)), (0, most[-1]))
-        every = math.ceil(len(bars) / 8)
+        box = (58.0, width - 14.0, 14.0, height - 34.0)  # in px
+        axes = Axes(box, (0, len(bars)), (0, most[-1]))
+        every = math.ceil(len(bars) / named)
         names: dict[float, str] = {
             i: format_wait(math.exp(_FACTOR * low))
             for i, (low, _) in enumerate(bars)
@@ -82,14 +89,12 @@ class StepTimes:
         parts = axes.grid(names, labels(most))
         for i, (_, count) in enumerate(bars):
             left, top = axes.across(i), axes.up(count)
-            width = round(axes.across(i + 1) - left - 1, 1)
-            height = round(_BOX[3] - top, 1)
-            at = {"x": left, "y": top, "width": width, "height": height}
+            across = round(axes.across(i + 1) - left - 1, 1)
+            up = round(box[3] - top, 1)
+            at = {"x": left, "y": top, "width": across, "height": up}
             parts.append(element("rect", class_="column", **at))
-        about = {"role": "img", "aria_label": "steps by their time"}
-        svg = element("svg", "".join(parts), viewBox="0 0 940 220", **about)
-        caption = "<figcaption>Steps by their time</figcaption>"
-        return f'<figure class="wide">{caption}{svg}</figure>'
+        about = {"role": "img", "aria_label": "steps by their time", "class_": size}
+        return element("svg", "".join(parts), viewBox=f"0 0 {width} {height}", **about)
 
     def _bars(self) -> Iterator[tuple[int, int]]:
         """Yields the lowest bin of each bar, and how many steps are in it."""

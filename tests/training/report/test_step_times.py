@@ -26,6 +26,7 @@ def test_the_longest_steps_say_what_happened_in_them(tmp_path):
     ):
         assert words in text
     bars = [dict(x) for tag, x in page.elements if tag == "rect"]
+    bars = bars[: len(bars) // 2]  # the others are for phones
     assert 10 < len(bars) <= 41
     heights = [float(bar["height"]) for bar in bars]
     assert heights[0] == max(heights)  # most steps took 0.1 s
@@ -41,6 +42,6 @@ def test_any_time_can_be_drawn(tmp_path):
     values = (1e-300, 1e300, None, -1.0, 0.0, 5)
     lines = [{"step": i, "step_time": x} for i, x in enumerate(values)]
     page = write_run(tmp_path, lines)
-    assert page.count("rect") <= 41
+    assert page.count("rect") <= 2 * 41  # one for phones
     assert json.dumps("NaN") not in (tmp_path / "report.html").read_text()
     assert isinstance(page, Page)
