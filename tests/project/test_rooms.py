@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6141,
+    "system": 6142,
     "sharding": 1,
     "sharding/settings": 1973,
     "sharding/layout": 2601,

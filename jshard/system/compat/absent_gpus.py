@@ -2,7 +2,8 @@
 
 JAX reads the cuDNN version and the GPU's compute capability from the machine it runs
 on, needs devices to lower a call that XLA may have to partition, and compiles with its
-default backend. The planner has no GPU, so this module works around all three.
+default backend; programs ask it for devices while they are traced. The planner has no
+GPU, so this module answers for it, while a step is traced or lowered and not longer.
 
 Tested with JAX 0.10.2, 0.11.2 and 0.12.0.1. If it breaks, ``jshard.plan`` fails for
 absent GPUs; training is not affected.

@@ -174,12 +174,10 @@ def make_stack(layers: int, shape: tuple[int, ...]) -> Any:
     return Stacked
 
 
-@pytest.mark.slow  # layout/test_padding.py has padded layers
-@pytest.mark.parametrize("layers", [1, 3, 4, 9])
-def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
+def matrices_moved(make: Any) -> list[Any]:
+    """All-to-alls of matrices in an update by Muon, which is that of one device."""
     fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
     tx = jshard.optim.muon(1e-2)
-    make = make_stack(layers, (WIDTH, WIDTH))
     state = fsdp.from_model(filled(lambda: make(nnx.Rngs(0))), tx)
     args = (state.params, state.opt_state, state.params)
     update = update_on(fsdp, tx).lower(*args).compile()
@@ -188,6 +186,13 @@ def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
     moved = hlo.collectives(update.as_text())
     matrices = [c for c in moved if sum(a.size for a in c.results) >= WIDTH * WIDTH]
     assert {(c.kind, c.group) for c in matrices} == {("all-to-all", 4)}
+    return matrices
+
+
+@pytest.mark.slow  # layout/test_padding.py has padded layers
+@pytest.mark.parametrize("layers", [1, 3, 4, 9])
+def test_whole_matrix_optimizers_move_layers_and_gather_none(layers):
+    matrices = matrices_moved(make_stack(layers, (WIDTH, WIDTH)))
     # A device gets one whole layer at a time, and hands its shards back: parameter,
     # gradient and momentum in, update and momentum out.
     assert {sum(a.size for a in c.results) for c in matrices} == {WIDTH * WIDTH}
@@ -203,16 +208,7 @@ def test_matrices_of_one_shape_outside_stacks_are_exchanged_in_common():
             self.squares = nnx.List([of(WIDTH) for _ in range(5)])
             self.wide = of(2 * WIDTH)
 
-    fsdp = jshard.FSDP(jshard.make_mesh(replica=2), POLICY)
-    tx = jshard.optim.muon(1e-2)
-    state = fsdp.from_model(filled(lambda: Listed(nnx.Rngs(0))), tx)
-    args = (state.params, state.opt_state, state.params)
-    update = update_on(fsdp, tx).lower(*args).compile()
-    check_close(unstacked(update(*args)[0]), muon_updates(state.params))
-
-    moved = hlo.collectives(update.as_text())
-    matrices = [c for c in moved if sum(a.size for a in c.results) >= WIDTH * WIDTH]
-    assert {(c.kind, c.group) for c in matrices} == {("all-to-all", 4)}
+    matrices = matrices_moved(Listed)
     # There and back: two rounds of the five squares on four devices, and the other one.
     elements = sum(sum(a.size for a in c.results) * c.times for c in matrices)
     assert elements <= 2 * (2 + 2) * WIDTH * WIDTH
