@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import tarfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_other_data_of_the_same_kind_are_one_line(folder, tmp_path):
 
 
 def test_what_is_divided_already_is_refused(folder):
-    split_dataset_by_node = datasets.distributed.split_dataset_by_node
+    split_dataset_by_node = import_module("datasets.distributed").split_dataset_by_node
     with pytest.raises(UserError, match="leave that out, each process reads its part"):
         as_dataset(split_dataset_by_node(rows_of(folder), 0, 2), 0, repeat=True)
 
