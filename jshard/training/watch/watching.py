@@ -48,9 +48,14 @@ class Watching:
         self._differences = 0
         self._took = 0.0  # for the newest step
         notes = []
+        on_host = self._settings.replay_state == "host"
+        if on_host and not self._settings.replay:
+            raise UserError(
+                "watch.replay_state=host: no step is computed again without "
+                "watch.replay=N; give it, too, or leave both out"
+            )
         if every := self._settings.replay:
             job, seed = run.job, run.settings.seed
-            on_host = self._settings.replay_state == "host"
             loss_fn = job.configured.recipe.loss_fn
             self._replay = Replay(
                 job.fsdp, loss_fn, job.optimizer, seed, on_host=on_host

@@ -192,6 +192,7 @@ def test_a_full_disk_hides_no_device(tmp_path):
         ({"watch.replay": -1}, "watch.replay=-1: "),
         ({"watch.replay": 5}, "the mesh has one: use at least two, or watch.replay=0"),
         ({"watch.replicas": 5}, "on this mesh there is none: use watch.replicas=0"),
+        ({"watch.replay_state": "host"}, "no step is computed again without watch.rep"),
     ],
     ids=str,
 )
