@@ -265,13 +265,25 @@ def start(model: str, optimizer: str = "adamw", **options: Any) -> tuple:
     return fsdp, fsdp.from_model(made(model), tx), fsdp.train_step(loss_fn, tx)
 
 
+def compiled(model: str, **options: Any) -> Any:
+    """A step of a model without values, compiled."""
+    _, step, arguments = _without_values(model, **options)
+    return step.lower(*arguments).compile()
+
+
 def exchanged(model: str, **options: Any) -> Any:
     """The traffic of a step of a model without values, by kind and dtype."""
+    mesh, step, arguments = _without_values(model, **options)
+    return traffic(step.trace(*arguments).jaxpr.jaxpr, dict(mesh.shape))
+
+
+def _without_values(model: str, **options: Any) -> tuple[Any, Any, tuple[Any, Any]]:
     fsdp, tx = _prepare(**options)
-    state = fsdp.abstract_state(MODELS[model], tx)
-    step = fsdp.train_step(loss_fn, tx)
-    traced = step.trace(state, fsdp.shard_batch(batch(False, 0)))
-    return traffic(traced.jaxpr.jaxpr, dict(fsdp.mesh.shape))
+    arguments = (
+        fsdp.abstract_state(MODELS[model], tx),
+        fsdp.shard_batch(batch(False, 0)),
+    )
+    return fsdp.mesh, fsdp.train_step(loss_fn, tx), arguments
 
 
 def trains_alike(

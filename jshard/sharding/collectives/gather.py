@@ -51,7 +51,7 @@ def all_gather(shard: Any, place: Placement) -> jax.Array:
         shard = to_float8(shard, scale, place.weight.gather)
     quantized_gather = is_quantized(place.weight.gather) and not has_scale
     full = shard if has_scale or quantized_gather else cast(shard, place.weight.gather)
-    for dim, axes in _gathers(place, full.ndim):
+    for dim, axes in _gathers(place, full):
         if quantized_gather:
             full = quantized.gather_quantized(full, dim, place.weight.gather, axes)
         elif is_quantized(full.dtype):
@@ -62,11 +62,15 @@ def all_gather(shard: Any, place: Placement) -> jax.Array:
     return on_rank_zero(full.astype(place.weight.compute or shard.dtype), place)
 
 
-def _gathers(place: Placement, ndim: int) -> list[tuple[int, Any]]:
+def _gathers(place: Placement, shard: jax.Array) -> list[tuple[int, Any]]:
     """Returns (dimension, axes) of each all-gather that a layer's weight takes."""
-    over = [(place.sharding.dim, place.axes())] if place.shards() > 1 else []
+    over: list[tuple[int | None, Any]] = []
+    if place.shards() > 1:
+        turns = place.axes_in_turn(shard.nbytes * place.shards())
+        over = [(place.sharding.dim, axes) for axes in reversed(turns)]
     split = [(dim, axis) for dim, axis in place.part.splits if place.part.whole]
-    return [(ndim + dim, axes) for dim, axes in [*over, *split] if dim is not None]
+    whole = [(dim, axes) for dim, axes in [*over, *split] if dim is not None]
+    return [(shard.ndim + dim, axes) for dim, axes in whole]
 
 
 def take_part(full: jax.Array, place: Placement, group: int) -> jax.Array:

@@ -42,16 +42,15 @@ def scatter(grad: jax.Array, place: Placement) -> jax.Array:
     grad = on_rank_zero(cast(grad, place.gradient.reduce), place)
     if place.sharding.dim is None:
         return grad
-    grad, dim, axes = (
-        place.with_padding(grad),
-        grad.ndim + place.sharding.dim,
-        place.axes(),
-    )
+    grad, dim = place.with_padding(grad), grad.ndim + place.sharding.dim
     if place.shards() == 1:
         return grad
-    if place.gradient.sum in (None, grad.dtype):
-        return lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
-    return _reduce_scatter_in(grad, dim, axes, place.gradient.sum)
+    for axes in place.axes_in_turn(grad.nbytes):
+        if place.gradient.sum in (None, grad.dtype):
+            grad = lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        else:
+            grad = _reduce_scatter_in(grad, dim, axes, place.gradient.sum)
+    return grad
 
 
 @jax.named_scope(ALL_REDUCE)

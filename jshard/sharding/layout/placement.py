@@ -7,7 +7,11 @@ import jax
 
 from jshard.sharding.layout.four_bit.codes import FourBit
 from jshard.sharding.layout.padding import lengthened, shortened
-from jshard.sharding.settings.mesh import names_of, shard_axes
+from jshard.sharding.settings.mesh import TENSOR, names_of, shard_axes
+from jshard.sharding.settings.precision import is_quantized
+
+# Bytes that take a network port no longer than a collective takes to begin.
+_SMALL = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +122,19 @@ class Placement:
             return shard_axes()
         first, *others = self.sharding.over
         return self.sharding.over if others else first
+
+    def axes_in_turn(self, nbytes: int) -> list[str | tuple[str, ...]]:
+        """Returns the axes of scatters of so many bytes; gathers reverse them.
+
+        "tensor" shards what it does not split, such as scales of norms, over more axes
+        than the rest. Small ones are sent along the others with the rest, in one
+        collective, and along "tensor", within a host, on their own.
+        """
+        *others, last = names_of(self.axes())
+        whole = nbytes > _SMALL or is_quantized(self.weight.gather)
+        if whole or last != TENSOR or jax.lax.axis_size(tuple(others)) == 1:
+            return [self.axes()]
+        return [tuple(others) if len(others) > 1 else others[0], last]
 
     def shards(self) -> int:
         """Returns the number of shards, inside ``shard_map``."""

@@ -4,6 +4,7 @@ The reference is the model as an ordinary Flax module, on one device, with JAX a
 alone, in float64.
 """
 
+from itertools import product
 from typing import Any
 
 import jax
@@ -19,11 +20,14 @@ from filled import filled
 from jshard.models.gpt import GPT, GPTConfig
 from jshard.models.t5 import T5, T5Config
 from jshard.models.vit import ViT, ViTConfig
+from jshard.plan.cost.traffic import count
+from jshard.plan.hlo import parse
 from split_models import (
     MODELS,
     SEQUENCES,
     TIME,
     batch,
+    compiled,
     exchanged,
     loss_fn,
     start,
@@ -119,6 +123,15 @@ def test_a_layer_exchanges_tokens_twice_a_pass_and_gathers_its_own_part():
     assert gathers.wire_bytes == (
         exchanges * tokens + rows_and_weights + 2 * own + head + 2 * norms - 16 * 7
     )
+
+
+@pytest.mark.usefixtures("x64")
+def test_norms_are_sent_with_the_matrices_that_the_axis_splits():
+    """None is gathered or scattered over all eight devices, beside those over four."""
+    program = parse(compiled("untied llama", tensor=2).as_text())
+    moved = {(row.kind, row.group) for row in count(program, 8, None)}
+    kinds = "all-gather", "reduce-scatter"
+    assert {x for x in moved if x[0] in kinds} == {*product(kinds, (2, 4))}
 
 
 @pytest.mark.slow

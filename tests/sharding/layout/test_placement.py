@@ -138,3 +138,38 @@ def test_offloading_needs_memory_that_the_devices_have():
             check_memory(policy, without_host_memory(*kinds))
     # A topology that is only compiled for does not say what it has.
     check_memory(activations, without_host_memory())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "place", "nbytes", "turns"),
+    [
+        ({"tensor": 2}, Placement(Sharding(-1)), 2**20, ["fsdp", "tensor"]),
+        (
+            {"expert": 2, "tensor": 2},
+            Placement(Sharding(-1)),
+            1,
+            [("fsdp", "expert"), "tensor"],
+        ),
+        # Ports are then better shared.
+        ({"tensor": 2}, Placement(Sharding(-1)), 2**20 + 1, [("fsdp", "tensor")]),
+        # Two roundings would be two errors.
+        (
+            {"tensor": 2},
+            Placement(Sharding(-1), weight=Weight(gather="int8")),
+            1,
+            [("fsdp", "tensor")],
+        ),
+        ({"tensor": 2}, Placement(Sharding(-1, over=("fsdp",))), 1, ["fsdp"]),
+        ({"tensor": 2, "fsdp": 1}, Placement(Sharding(-1)), 1, [("fsdp", "tensor")]),
+        ({"context": 2}, Placement(Sharding(-1)), 1, [("fsdp", "context")]),
+    ],
+    ids=str,
+)
+def test_small_arrays_are_scattered_along_tensor_last(sizes, place, nbytes, turns):
+    found = []
+    in_shards(
+        lambda x: found.extend(place.axes_in_turn(nbytes)) or x,
+        1,
+        **{"fsdp": 2} | sizes,
+    )
+    assert found == turns
