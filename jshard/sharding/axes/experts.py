@@ -7,7 +7,8 @@ to the devices of its experts, and gets their results back, by one all-to-all ea
 No token is dropped. Programs have static shapes, so an exchange carries a fixed number
 of rows from each device to each expert. A first round has room for somewhat more than
 an even share. Only if some device has more for an expert, further rounds follow, in a
-loop that all devices leave together. Results do not depend on how many there are.
+loop that the devices which exchange tokens leave together. Results do not depend on how
+many there are.
 
 With as many rows for each expert, their products are batched ones. Grouped products
 (``lax.ragged_dot``) would not need the padding, but XLA multiplies all rows with the
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.sharding.settings.mesh import EXPERT, manual_axes, on_gpus
+from jshard.sharding.settings.mesh import EXPERT, TENSOR, manual_axes, on_gpus
 from jshard.sharding.settings.precision import at_least_float32
 from jshard.sharding.settings.scopes import EXCHANGE_TOKENS, FURTHER_ROUNDS
 from jshard.system.errors import UserError
@@ -90,8 +91,10 @@ def on_experts(
     most = jnp.max(tokens_E)
     if devices > 1:
         with jax.named_scope(EXCHANGE_TOKENS):
-            # Over all axes, so that all devices run the same collectives.
-            most = lax.pmax(most, manual_axes())
+            # Those that run the same collectives leave the loop together: with "tensor"
+            # all, as what it gathers has sums over other axes in the backward.
+            axes = manual_axes()
+            most = lax.pmax(most, axes if TENSOR in axes else EXPERT)
     route = _Route(expert_M, order_M, place_M, start_E, tokens_E, most)
     y_MD = _in_rounds(apply, modules, x_ND, weight_NK, route, capacity, devices)
     return jnp.sum(y_MD.reshape(N, K, -1), axis=1)

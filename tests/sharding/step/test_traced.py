@@ -118,16 +118,23 @@ def by_fsdp(x: jax.Array) -> jax.Array:
     return lax.psum(jnp.sum(x), "replica") > 0
 
 
-def in_branch(condition: Any) -> Any:
-    sums = lambda x: lax.psum(x, BOTH)
-    return lambda w, x: lax.cond(condition(x), sums, lambda x: x, x)
+def sums(x: jax.Array) -> jax.Array:
+    return lax.psum(x, BOTH)
 
 
-def in_loop(condition: Any) -> Any:
-    goes_on, sums = lambda s: s[0] & (s[1] < 3), lambda x: lax.psum(x, BOTH)
+def exchanges(x: jax.Array) -> jax.Array:
+    return lax.all_to_all(x, "replica", 0, 0)
+
+
+def in_branch(condition: Any, runs: Any = sums) -> Any:
+    return lambda w, x: lax.cond(condition(x), runs, lambda x: x, x)
+
+
+def in_loop(condition: Any, runs: Any = sums) -> Any:
+    goes_on = lambda s: s[0] & (s[1] < 3)
 
     def loop(w: Any, x: jax.Array) -> jax.Array:
-        body = lambda s: (s[0], s[1] + 1, sums(s[2]))
+        body = lambda s: (s[0], s[1] + 1, runs(s[2]))
         return lax.while_loop(goes_on, body, (condition(x), 0, x))[2]
 
     return loop
@@ -141,6 +148,22 @@ def test_collectives_wait_only_under_a_condition_that_all_have(where):
             differs(where(condition), X)
     apart = lambda w, x: lax.cond(x[0] > 0, lambda x: x, lambda x: -x, x)
     assert differs(apart, X) == [True]  # no collective waits
+
+
+@pytest.mark.parametrize("where", [in_branch, in_loop])
+def test_devices_that_exchange_must_agree_and_others_need_not(where):
+    assert differs(where(by_fsdp, exchanges), X) == [True]
+    # The backward of a gather may sum over axes that it does not run over.
+    of_one_axis = lambda x: lax.psum(x, "replica")
+    others = lambda x: exchanges(of_one_axis(x))
+    for condition, runs in (
+        (lambda x: x[0] > 0, exchanges),
+        (lambda x: lax.psum(jnp.sum(x), "fsdp") > 0, exchanges),
+        (by_fsdp, of_one_axis),
+        (by_fsdp, others),
+    ):
+        with pytest.raises(UserError, match=r"test_traced.py:.*: a branch or loop"):
+            differs(where(condition, runs), X)
 
 
 def test_a_gather_under_a_condition_is_refused_by_the_name_of_what_it_gathers():

@@ -154,6 +154,10 @@ def needs_of_counts(jaxpr: core.Jaxpr, shapes: Any, arrays: ModelArrays) -> Need
 # device: results may differ by device even if their inputs do not.
 _OPAQUE = {"ffi_call", "io_callback", "pure_callback", "rng_uniform"}
 
+# Collectives whose transposes run over the same axes. A gather's may sum over further
+# ones: those on which devices have the same shard.
+_TRANSPOSED_ALIKE = {"all_to_all", "ppermute"}
+
 # Primitives through which a parameter's shard reaches its gather.
 _PASS_ON = {
     "convert_element_type",
@@ -189,6 +193,14 @@ def differing(
     def over(names: Iterable[Any]) -> int:
         return sum(bits[axis] for axis in axes if axis in names)
 
+    def inside(outer: Any) -> int:
+        """The axes over which the devices that run ``outer`` must agree."""
+        found = 0
+        for eqn in jaxprs.nested([outer]):
+            if (name := eqn.primitive.name) in jaxprs.COLLECTIVES:
+                found |= over(axes_of(eqn) if name in _TRANSPOSED_ALIKE else axes)
+        return found
+
     paths = [path for part in arrays[:2] for path, _ in nnx.to_flat_state(part)]
     names = [".".join(map(str, path)) for path in paths]
     differs = [over(layout.places[path].differs_over()) for path in paths]
@@ -218,11 +230,11 @@ def differing(
             return entering
         if name in _OPAQUE:
             return [over(axes)] * results
-        if name == "cond" and entering[0] and has(eqn, jaxprs.COLLECTIVES):
+        if name == "cond" and entering[0] & inside(eqn):
             _refuse(eqn, jaxpr, names)
         if name == "while" and has(eqn, jaxprs.COLLECTIVES):
             condition, out = loop(eqn, entering, rule, last if final else None)
-            if condition:
+            if condition & inside(eqn):
                 _refuse(eqn, jaxpr, names)
             return out
         return None
