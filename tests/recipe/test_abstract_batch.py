@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 import jshard
+from jshard.data.dataset import first_example
 from jshard.recipe.build import abstract_batch
 from jshard.recipe.config.run_config import complete
 from jshard.recipe.configured import configure
@@ -37,7 +38,7 @@ def test_it_has_the_types_and_shardings_that_values_have_on_devices(tmp_path):
     with open_recipe(file) as recipe:
         configured = configure(recipe, complete(recipe.get_config(), recipe.name))
         found, *_ = abstract_batch(configured, fsdp.mesh)
-        example = configured.training_data()[0]
+        example = first_example(configured.training_data())
     batch = jax.tree.map(lambda x: np.stack([np.asarray(x)] * 8), example)
     values = fsdp.shard_batch(batch)
 
