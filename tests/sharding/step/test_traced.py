@@ -153,7 +153,7 @@ def test_collectives_wait_only_under_a_condition_that_all_have(where):
 @pytest.mark.parametrize("where", [in_branch, in_loop])
 def test_devices_that_exchange_must_agree_and_others_need_not(where):
     assert differs(where(by_fsdp, exchanges), X) == [True]
-    # The backward of a gather may sum over axes that it does not run over.
+    # All else may have a backward that sums over further axes, as a gather has.
     of_one_axis = lambda x: lax.psum(x, "replica")
     others = lambda x: exchanges(of_one_axis(x))
     for condition, runs in (
