@@ -14,7 +14,7 @@ PACKAGE = SCRIPT.parents[1] / "jshard"
 # What a reader takes in. A module may become smaller on its own; to let it grow is a
 # decision, made here. Lines of Python, blank ones and comments included.
 MOST_LINES = {
-    "system": 6142,
+    "system": 6148,
     "sharding": 1,
     "sharding/settings": 1973,
     "sharding/layout": 2618,
@@ -27,12 +27,12 @@ MOST_LINES = {
     "sharding/pipeline": 1029,
     "sharding/step": 3495,
     "nn": 1467,
-    "storage": 8361,
+    "storage": 8363,
     "data": 6875,
     "recipe": 2991,
     "plan": 10995,
     "inference": 2524,
-    "training": 6808,
+    "training": 6815,
     "the commands": 1374,
     "the public names": 719,
 }

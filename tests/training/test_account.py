@@ -4,6 +4,7 @@ import gc
 import json
 import queue
 import shutil
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,3 +193,17 @@ def test_a_thread_notes_when_the_devices_complete_a_step(fails):
         while account._steps.completed < 7:
             assert time.monotonic() < deadline
     assert account._steps.busy(time.perf_counter(), time.perf_counter() + 1) == 0.0
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(0.3, True), (2.0, False)])
+def test_no_thread_is_in_jax_when_an_account_ends_unless_a_step_does_not_end(
+    seconds, ends, monkeypatch
+):
+    monkeypatch.setattr(module, "_LATEST_STEP", 1.0)
+    step = SimpleNamespace(block_until_ready=lambda: time.sleep(seconds))
+    began = time.monotonic()
+    with Account(time.time()) as account:
+        account.dispatched(7, [step])
+    assert time.monotonic() - began < 1.9
+    names = [x.name for x in threading.enumerate()]
+    assert ("jshard-steps" not in names) is ends

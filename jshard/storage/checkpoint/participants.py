@@ -61,10 +61,12 @@ class Participants:
                 written.set_exception(error)
 
         # A daemon, because it may be left waiting when another process has failed.
-        threading.Thread(target=wait, daemon=True).start()
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
         while not concurrent.futures.wait([written], timeout=_POLL).done:
             if failed := self._store.all_in("failed"):
                 raise _failed_elsewhere(*failed.values())
+        thread.join()
         written.result()
 
     def gather(self, mine: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -148,11 +148,14 @@ class Heartbeat:
         self._records = {i: Record(now, now) for i in range(count)}
         self._heard = now  # when process 0 gave its last sign of life
         self._over = threading.Event()
-        for once in (self._judge if index == 0 else self._listen, self._guard):
-            name = f"jshard{once.__name__}"
+        self._threads = [
             threading.Thread(
-                target=self._run, args=[once], name=name, daemon=True
-            ).start()
+                target=self._run, args=[x], name=f"jshard{x.__name__}", daemon=True
+            )
+            for x in (self._judge if index == 0 else self._listen, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def at(self, place: str, patience: float) -> None:
         """Sets where this process is and how many seconds it may stay there."""
@@ -175,6 +178,9 @@ class Heartbeat:
                 return False
             time.sleep(PERIOD / 10)
         self._over.set()
+        for thread in self._threads:
+            # One still in JAX's client when Python ends would abort the process.
+            thread.join(GRACE)
         return True
 
     def wait_for_others(self) -> None:

@@ -47,6 +47,7 @@ _CATEGORIES = {
     "computing a step again": "checking",
 }
 _SOONEST, _LATEST = 1.0, 30.0  # seconds between two lines; in between, a hundredth
+_LATEST_STEP = 10.0  # seconds that the end of a run waits for a step
 
 
 class _Steps:
@@ -69,12 +70,18 @@ class _Steps:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Has a thread wait for each step within it."""
-        threading.Thread(target=self._watch, name="jshard-steps", daemon=True).start()
+        """Has a thread wait for each step within it.
+
+        A thread that is still in JAX when Python ends would abort the process. It is
+        waited for only so long, as a step may never end.
+        """
+        thread = threading.Thread(target=self._watch, name="jshard-steps", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            self._given.put((0, None))  # not waited for: a step may never end
+            self._given.put((0, None))
+            thread.join(_LATEST_STEP)
 
     def _watch(self) -> None:
         while (given := self._given.get())[0]:

@@ -1,5 +1,8 @@
 """When a job must end, as process 0 judges it, and how it says so."""
 
+import threading
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from jshard.system.jobs import stuck
 from jshard.system.jobs.heartbeat import (
     Beat,
+    Heartbeat,
     Record,
     format_places,
     format_processes,
@@ -192,3 +196,20 @@ def test_places_begin_with_who_is_somewhere_else():
     assert format_places(at) == (
         "process 2 at step 4 (data), processes 0-1 and 3 at step 5 (step)"
     )
+
+
+class SlowStore(dict):
+    """Stands in for the store, of which each answer takes its time."""
+
+    def put(self, name, text):
+        time.sleep(0.3)
+        self[name] = text
+
+    def all_in(self, folder):
+        return {k.split("/")[1]: v for k, v in self.items() if k.startswith(folder)}
+
+
+def test_no_thread_is_in_the_store_when_a_job_is_left():
+    heartbeat = Heartbeat(SlowStore(), 0, 1, lambda *_: None)
+    assert heartbeat.leave()
+    assert not [x for x in threading.enumerate() if x.name.startswith("jshard_")]
