@@ -15,7 +15,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 BLOCKS = runpy.run_path(str(REPOSITORY / "docs" / "blocks.py"))
 CONF = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))
-MOST_WORDS = 60_516  # of the whole site
+MOST_WORDS = 60_555  # of the whole site
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 NAMED = re.compile(
     r"(?<![\w/.-])((?:jshard|models|train|tests|benchmarks|docs|\.ci)/[\w/.-]*\w/?)"

@@ -5,6 +5,7 @@ Every reader gets valid files with bytes or values replaced. It must return or r
 """
 
 import ast
+import gzip
 import os
 import re
 from pathlib import Path
@@ -165,6 +166,7 @@ def test_what_is_nested_deep_is_refused_by_every_command_that_reads_it(tmp_path)
             read()
     with pytest.raises(ValueError, match="nested too deeply"):
         Label.read(DEEP)
+    (tmp_path / "tokens.json.gz").write_bytes(gzip.compress(DEEP.encode()))
     with pytest.warns(UserWarning, match="ignored a damaged cache file"):
         assert read_result(tmp_path, "tokens") is None
 

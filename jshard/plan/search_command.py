@@ -19,10 +19,10 @@ from jshard.plan.search.answers import (
     worth_compiling,
 )
 from jshard.plan.search.candidates import Candidate
+from jshard.plan.search.estimated import Estimated
 from jshard.plan.search.outcomes import Search
 from jshard.plan.search.pareto_search import (
     Asked,
-    Estimated,
     compiled,
     estimated,
     search,

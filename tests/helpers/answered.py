@@ -7,9 +7,9 @@ from jshard.plan.search.answers import (
     Question,
 )
 from jshard.plan.search.candidates import Candidate
+from jshard.plan.search.estimated import Estimated
 from jshard.plan.search.estimates import Estimate
 from jshard.plan.search.outcomes import Outcome, Search
-from jshard.plan.search.pareto_search import Estimated
 from jshard.plan.search.prices import Prices
 from jshard.plan.topology import parse
 

@@ -1,4 +1,4 @@
-"""A search's processes and the results it keeps."""
+"""A search's processes."""
 
 import json
 import os
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from jshard.plan.search.processes import run_each
-from jshard.plan.search.result_cache import read_result, write_result
-from jshard.system.cli.paths import cache_folder
 
 WORKER = """\
 import json, os, subprocess, sys, time
@@ -85,29 +83,3 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
         thread.join()
         signal.signal(signal.SIGINT, before)
     wait_for(lambda: not any(map(is_running, pids.read_text().split())))
-
-
-# The cache.
-
-
-def test_results_are_kept_and_damaged_ones_are_ignored(tmp_path):
-    folder = tmp_path / "plan"
-    assert read_result(folder, "k") is None
-    write_result(folder, "k", {"seconds": 1.5})
-    assert read_result(folder, "k") == {"seconds": 1.5}
-    file = folder / "k.json"
-    for damage in ("", "{", '{"key": "other", "result": {}}', '{"key": "k"}', "[]"):
-        file.write_text(damage)
-        with pytest.warns(UserWarning, match="ignored a damaged cache file"):
-            assert read_result(folder, "k") is None
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path):
-    (tmp_path / "plan").write_text("a file")
-    with pytest.warns(UserWarning, match="not cached: cannot write"):
-        write_result(tmp_path / "plan", "k", {})
-
-
-def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("JSHARD_CACHE", str(tmp_path))
-    assert cache_folder("plan") == tmp_path / "plan"

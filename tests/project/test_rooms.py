@@ -30,7 +30,7 @@ MOST_LINES = {
     "storage": 8363,
     "data": 6875,
     "recipe": 2991,
-    "plan": 10995,
+    "plan": 11182,
     "inference": 2524,
     "training": 6815,
     "the commands": 1374,

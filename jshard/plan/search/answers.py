@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jshard.plan.search.candidates import Candidate
+from jshard.plan.search.estimated import Estimated
 from jshard.plan.search.outcomes import Outcome, Search
-from jshard.plan.search.pareto_search import Estimated
 from jshard.plan.search.prices import Prices
 from jshard.plan.topology import parse
 from jshard.system.errors import UserError

@@ -9,16 +9,16 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshard.plan.fit.hardware import GPU, find_constants
 from jshard.plan.search.candidates import AXES, PIPE, REMAT, Candidate, candidates
+from jshard.plan.search.estimated import Estimated, read_estimated, write_estimated
 from jshard.plan.search.estimates import (
     Estimate,
     estimate,
@@ -28,6 +28,7 @@ from jshard.plan.search.estimates import (
 )
 from jshard.plan.search.outcomes import Outcome, Search
 from jshard.plan.search.processes import run_each
+from jshard.plan.search.result_cache import read_result, write_result
 from jshard.plan.search.traces import Traces
 from jshard.plan.topology import devices, parse
 from jshard.recipe.load import open_recipe
@@ -36,50 +37,6 @@ from jshard.system.cli.paths import cache_folder
 from jshard.system.errors import UserError
 
 Report = Callable[[int, int, str, Outcome], None]
-
-_ALIKE = 0.02  # a part of a step's time that an estimate cannot tell
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimated:
-    """The candidates on a topology, before any is compiled."""
-
-    topology: str
-    gpu: GPU
-    items: float  # tokens (or examples) of an example
-    unit: str  # "tokens" or "examples"
-    estimates: dict[Candidate, Estimate]  # of what may fit
-    examples: dict[Candidate, int]  # in a step
-    considered: int  # the number of all candidates
-    refused: list[tuple[Candidate, str]]  # invalid candidates, with the reason
-    too_large: list[tuple[Candidate, int]]  # with a lower bound of their bytes
-    error: str = ""  # why no step was traced, so that estimates have no tokens
-
-    def rate(self, candidate: Candidate) -> float:
-        """Returns the estimated tokens (or examples) per second on all devices."""
-        seconds = self.estimates[candidate].seconds
-        return self.examples[candidate] * self.items / seconds
-
-    def fastest(self) -> list[Candidate]:
-        """Returns those that are estimated to fit, the fastest first.
-
-        Of those as fast as an estimate can tell, what changes the fewest settings; and
-        before all, the fastest without a further axis of the mesh or host memory.
-        """
-        if self.error:
-            return []
-        fit = [c for c, x in self.estimates.items() if x.memory <= self.gpu.usable]
-
-        def order(candidate: Candidate) -> tuple[int, int, int, float]:
-            settings, rate = candidate.settings, self.rate(candidate)
-            alike = round(math.log(rate) / _ALIKE)
-            micro = int(settings.get("policy.accumulate", 1))
-            return -alike, len(settings), micro, -rate
-
-        found = sorted(fit, key=order)
-        # What further axes and hosts exchange is estimated worst.
-        plain = next((x for x in found if x.is_plain), found[0] if found else None)
-        return sorted(found, key=lambda candidate: candidate is not plain)
 
 
 class Asked(NamedTuple):
@@ -128,12 +85,32 @@ def estimated(
     allowed: Mapping[str, Sequence[Any] | None],
     constants: str = "fitted",
 ) -> Estimated:
-    """Estimates all candidates on a topology; arguments as of ``search``."""
-    gpu, number = parse(topology)
+    """Estimates all candidates on a topology, or finds their estimates in the cache.
+
+    Arguments as of ``search``.
+    """
+    gpu, _ = parse(topology)
     gpu = dataclasses.replace(gpu, constants=find_constants(constants))
-    mesh_devices = devices(topology)
-    configured = traces.configured()
+    key, folder = traces.key(topology, gpu), cache_folder("plan")
+    known = read_estimated(folder, topology, gpu, allowed, key) if key else None
+    if known is not None:
+        return known
+    found = _estimated(traces, topology, gpu, allowed)
+    if key:
+        found = dataclasses.replace(found, key=key)
+        write_estimated(folder, found, allowed)
+    return found
+
+
+def _estimated(
+    traces: Traces,
+    topology: str,
+    gpu: GPU,
+    allowed: Mapping[str, Sequence[Any] | None],
+) -> Estimated:
+    mesh_devices, configured = devices(topology), traces.configured()
     step = traces.step(topology, gpu, configured.settings.policy.remat)
+    number = len(mesh_devices)
     axes = traces.axes(mesh_devices) if AXES in allowed else ()
     axes = axes or (["pipe"] if PIPE in allowed else [])
     everything = candidates(configured.values, gpu, number, allowed, step.names, axes)
@@ -183,21 +160,11 @@ def compiled(
     report: Report = lambda *_: None,
 ) -> list[Search]:
     """Compiles what is asked for, each candidate in a process, on every core."""
-    worker = [sys.executable, "-m", "jshard.plan.search.worker", str(path)]
     chosen = [(x.found, candidate) for x in asked for candidate in x.order[: x.limit]]
-    commands = []
-    for found, candidate in chosen:
-        settings = json.dumps({**overrides, **candidate.settings})
-        cache = str(cache_folder("plan"))
-        commands.append([*worker, found.topology, constants, cache, settings])
-    # What this process imports; and compiling for absent GPUs runs on the CPU.
-    imports = os.pathsep.join(filter(None, sys.path))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": imports}
     done: dict[str, list[tuple[Outcome, dict[str, Any]]]] = collections.defaultdict(
         list
     )
-    replies = run_each(commands, environment, at_a_time=os.cpu_count() or 1)
-    with contextlib.closing(replies):
+    with contextlib.closing(_replies(path, overrides, chosen, constants)) as replies:
         for number, (index, reply) in enumerate(replies, start=1):
             found, candidate = chosen[index]
             error, figures = reply.get("error", ""), reply.get("figures", {})
@@ -206,6 +173,42 @@ def compiled(
             done[found.topology].append((outcome, reply))
             report(number, len(chosen), found.topology, outcome)
     return [_searched(x, done[x.found.topology]) for x in asked]
+
+
+def _replies(
+    path: str | Path,
+    overrides: Mapping[str, Any],
+    chosen: Sequence[tuple[Estimated, Candidate]],
+    constants: str,
+) -> Generator[tuple[int, dict[str, Any]], None, None]:
+    """Yields (index, reply) of each that is chosen, those in the cache first."""
+    folder, commands = cache_folder("plan"), {}
+    worker = [sys.executable, "-m", "jshard.plan.search.worker", str(path)]
+    for index, (found, candidate) in enumerate(chosen):
+        if found.key and (known := read_result(folder, found.key_of(candidate))):
+            yield index, known
+            continue
+        settings = json.dumps({**overrides, **candidate.settings})
+        words = [found.topology, constants, str(folder), settings]
+        commands[index] = [*worker, *words]
+    # What this process imports; and compiling for absent GPUs runs on the CPU.
+    imports = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": imports}
+    at_a_time = os.cpu_count() or 1
+    made = run_each([*commands.values()], environment, at_a_time=at_a_time)
+    with contextlib.closing(made):
+        for number, reply in made:
+            index = [*commands][number]
+            yield index, reply
+            found, candidate = chosen[index]
+            if found.key and (reply.get("refused") or not reply.get("error")):
+                known = reply | {"figures": _from_cache(reply)}
+                write_result(folder, found.key_of(candidate), known)
+
+
+def _from_cache(reply: Mapping[str, Any]) -> dict[str, Any]:
+    figures = reply.get("figures", {})
+    return figures and figures | {"cached": True}
 
 
 def _searched(asked: Asked, done: list[tuple[Outcome, dict[str, Any]]]) -> Search:

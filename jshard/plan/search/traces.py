@@ -5,6 +5,7 @@ each mesh, policy and state is made once, and each step traced once for each rem
 policy; the rest of an estimate is arithmetic.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from jshard.plan.fit.hardware import GPU
 from jshard.plan.program import check_batch_size, trace
 from jshard.plan.search.candidates import REMAT, RESHARD, Candidate
 from jshard.plan.search.estimates import Activity, StateSize, activity, state_size
+from jshard.plan.search.result_cache import hash_of, hash_of_sources, step_key
 from jshard.recipe import contract
 from jshard.recipe.build import make_job, make_mesh
 from jshard.recipe.config.policy_keys import make_policy
@@ -28,6 +30,7 @@ from jshard.system.errors import UserError
 from jshard.system.formatting import one_line
 
 Made = TypeVar("Made")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function, in the text of a program
 _OFFLOAD = "policy.offload"
 # Keys on which neither the size nor the placement of a state depends, but through the
 # shape of the mesh; what is offloaded is known of each state.
@@ -62,6 +65,7 @@ class Step(NamedTuple):
     items: float = 0.0  # tokens (or examples) of an example
     unit: str = "tokens"
     error: str = ""  # why there is no trace
+    digest: str = ""  # of its program
 
 
 class Traces:
@@ -100,10 +104,24 @@ class Traces:
                 examples = made.settings.batch_size
                 names = tuple(sorted({*names_in(program.jaxpr)}))
                 items = program.items / examples
-                return Step(activity(program), names, items, program.unit)
+                digest = hash_of({"step": _ADDRESS.sub("", str(program.jaxpr))})
+                active = activity(program)
+                return Step(active, names, items, program.unit, digest=digest)
             return Step(error=why)
 
         return self._once(("step", gpu.capability, remat), make)
+
+    def key(self, topology: str, gpu: GPU) -> str:
+        """Returns a hash of what determines all results on a topology.
+
+        It is empty if no step can be traced.
+        """
+        configured = self.configured()
+        step = self.step(topology, gpu, configured.settings.policy.remat)
+        if step.error:
+            return ""
+        sources = self._once("sources", hash_of_sources)
+        return step_key(step.digest, configured.values, topology, gpu, sources)
 
     def axes(self, mesh_devices: Sequence[Any]) -> list[str]:
         """Returns the further axes of the mesh that the model and its plans take."""
