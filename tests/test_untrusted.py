@@ -8,6 +8,7 @@ import ast
 import gzip
 import os
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ REPOSITORY = Path(__file__).parents[1]
 QUICK, MANY = 15, 400
 SLOW = 5  # of readers that start a process or export for each
 DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_memory():
+    """Measures what these tests allocate."""
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
