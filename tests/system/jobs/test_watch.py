@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jshard.system.compat.coordination import KeyValueStore
 from jshard.system.jobs import stuck
 from jshard.system.jobs.heartbeat import (
     Beat,
@@ -198,15 +199,19 @@ def test_places_begin_with_who_is_somewhere_else():
     )
 
 
-class SlowStore(dict):
-    """Stands in for the store, of which each answer takes its time."""
+class SlowStore(KeyValueStore):
+    """Stands in for the store, each of whose answers takes its time."""
 
-    def put(self, name, text):
+    def __init__(self):
+        self._texts: dict[str, str] = {}
+
+    def put(self, key: str, text: str) -> None:
         time.sleep(0.3)
-        self[name] = text
+        self._texts[key] = text
 
-    def all_in(self, folder):
-        return {k.split("/")[1]: v for k, v in self.items() if k.startswith(folder)}
+    def all_in(self, folder: str) -> dict[str, str]:
+        texts = self._texts.items()
+        return {k.split("/")[1]: x for k, x in texts if k.startswith(folder)}
 
 
 def test_no_thread_is_in_the_store_when_a_job_is_left():
